@@ -1,0 +1,45 @@
+"""The export flow: validate, pin, select, plan, fan out, commit, report."""
+
+from __future__ import annotations
+
+import time
+
+from prefect import flow
+from prefect.runtime import flow_run
+from prefect.task_runners import ThreadPoolTaskRunner
+
+from signal_batch.job import Outcome, progress_of
+from signal_batch.specs import ExportSpec
+from tasks import export as tasks
+
+
+def _run_name() -> str:
+    spec = flow_run.parameters["spec"]
+    return f"export {spec.dataset.rstrip('/').rpartition('/')[2]} to {spec.output}"
+
+
+@flow(
+    name="export-features",
+    flow_run_name=_run_name,
+    task_runner=ThreadPoolTaskRunner(),  # type: ignore[arg-type]
+    persist_result=False,
+)
+def export_features(spec: ExportSpec) -> Outcome:
+    """Export the features of a dataset to a folder of Parquet files.
+
+    The same call again finishes what an earlier one left, and does nothing on a complete output.
+    """
+    started = time.monotonic()
+    tasks.validate_dataset(spec)
+    pin = tasks.pin_inputs(spec)
+    selection = tasks.select_records(spec, pin)
+    job = tasks.plan_parts(spec, pin, selection)
+    if standing := progress_of(job).manifest:
+        outcome = Outcome(standing, already_complete=True)
+        tasks.report_run(outcome, spec.output, [], 0.0)
+        return outcome
+    rows = tasks.export_shards(job, str(flow_run.id))
+    run = {"flow_run_id": str(flow_run.id), "flow_run_name": flow_run.name}
+    outcome = Outcome(tasks.commit_output(job, run))
+    tasks.report_run(outcome, spec.output, rows, time.monotonic() - started)
+    return outcome

@@ -1,0 +1,40 @@
+"""Batch pipelines over immutable signal datasets: read with Grain, export to Parquet.
+
+The core, usable from a notebook and free of Prefect; the flows are in `flows`.
+"""
+
+from __future__ import annotations
+
+from signal_batch.errors import SignalBatchError
+from signal_batch.features import feature
+from signal_batch.iteration import batches_in_order, iterating, rng_at, training_batches
+from signal_batch.pins import Pin, pin_dataset, read_pin, reopen, write_pin
+from signal_batch.runner import export
+from signal_batch.selection import Selection
+from signal_batch.source import BatchFetcher, SDSSource
+from signal_batch.specs import Column, Execution, ExportSpec
+from signal_batch.validation import validate
+from signal_batch.verification import verify
+
+__all__ = [
+    "BatchFetcher",
+    "Column",
+    "Execution",
+    "ExportSpec",
+    "Pin",
+    "SDSSource",
+    "Selection",
+    "SignalBatchError",
+    "batches_in_order",
+    "export",
+    "feature",
+    "iterating",
+    "pin_dataset",
+    "read_pin",
+    "reopen",
+    "rng_at",
+    "training_batches",
+    "validate",
+    "verify",
+    "write_pin",
+]

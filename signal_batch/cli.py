@@ -1,0 +1,395 @@
+"""The command line: export, validate, verify, inspect, synth and demo.
+
+`python -m signal_batch` runs an export in plain worker processes. The installed `signal-batch`
+command is the same program with exports run as a Prefect flow; it hands its runner to `main`.
+Exit codes: 0 done, 1 the job failed, 2 bad input. A person sees one line, never a traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from signal_batch import job, report
+from signal_batch.demo import demo_spec
+from signal_batch.errors import InputError, SignalBatchError, SpecError
+from signal_batch.features import resolve_feature
+from signal_batch.pins import write_pin
+from signal_batch.recordings import write_japanese_vowels
+from signal_batch.runner import export
+from signal_batch.specs import ExportSpec, checked
+from signal_batch.synth import parse_shape, synthesize
+from signal_batch.validation import validate
+from signal_batch.verification import verify
+
+RunExport = Callable[..., job.Outcome]
+
+_EXPORT_EXAMPLES = """\
+examples:
+  # power spectra with labels, two workers
+  signal-batch export captures.sds spectra --column field:samples \\
+      --column label=annotation:truth-v1/label:int32 --features power_spectrum
+
+  # only good captures, on S3, eight workers
+  signal-batch export s3://lab/captures s3://lab/features --column field:samples \\
+      --where 'metadata:snr_db >= 5' --where 'annotation:review-v1 status success' \\
+      --features statistics --workers 8
+
+  # your own feature function
+  signal-batch export captures.sds out --column field:samples \\
+      --features my_features:envelope --feature-arg window=64
+
+  # what would happen
+  signal-batch export captures.sds out --column field:samples --dry-run
+
+A column is [NAME=]SELECTOR[:DTYPE][?DEFAULT]; selectors are field:NAME, metadata:KEY,
+annotation:SET/KEY, annotation-field:SET/FIELD, id, scene and ordinal.
+"""
+
+
+def main(argv: Sequence[str] | None = None, *, run_export: RunExport = export) -> int:
+    """Run one command and return its exit code."""
+    if "" not in sys.path:
+        # Feature functions in the user's folder are found, as `python -m` would find them.
+        sys.path.insert(0, str(Path.cwd()))
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments, run_export))
+    except SignalBatchError as exc:
+        report.problem(str(exc))
+        return exc.exit_code
+    except KeyboardInterrupt:
+        report.problem("stopped; what is finished stays, the same command goes on from there")
+        return 1
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output went away
+        return 1
+
+
+def spec_from(arguments: argparse.Namespace) -> ExportSpec:
+    """The export spec from `--spec` and the options given, options winning."""
+    fields: dict[str, Any] = _spec_file(arguments.spec) if arguments.spec else {}
+    given = {name: value for name, value in vars(arguments).items() if name in _SPEC_OPTIONS}
+    execution = {name: given.pop(name) for name in _EXECUTION_OPTIONS if name in given}
+    if "feature_args" in given:
+        given["feature_args"] = dict(_feature_arg(text) for text in given["feature_args"])
+    fields |= given
+    if execution:
+        fields["execution"] = dict(fields.get("execution") or {}) | execution
+    for name in ("dataset", "output"):
+        if name not in fields:
+            raise SpecError(f"no {name} given: name it on the command line or in --spec")
+    if not fields.get("columns"):
+        raise SpecError("name at least one column, for example --column field:samples")
+    return checked(ExportSpec, fields)
+
+
+# --- commands ------------------------------------------------------------------------------
+
+
+def _export(arguments: argparse.Namespace, run_export: RunExport) -> int:
+    spec = spec_from(arguments)
+    resolve_feature(spec.features, spec.feature_args)
+    pin = job.pin_inputs(spec)
+    if arguments.write_pin:
+        write_pin(pin, arguments.write_pin)
+    if arguments.dry_run:
+        report.show_dry_run(job.peek(job.plan(spec, pin, job.select(spec, pin))))
+        return 0
+    _run(spec, run_export)
+    return 0
+
+
+def _run(spec: ExportSpec, run_export: RunExport) -> None:
+    with report.progress_bar() as on_progress:
+        outcome = run_export(spec, on_progress=on_progress)
+    report.show_outcome(spec.output, outcome)
+
+
+def _validate(arguments: argparse.Namespace, run_export: RunExport) -> int:
+    result = validate(
+        arguments.dataset, arguments.annotations, deep=arguments.deep, expect=arguments.expect
+    )
+    if arguments.write_pin and result.ok:
+        write_pin(result.pin, arguments.write_pin)
+    if arguments.json:
+        print(json.dumps(result.to_dict(), indent=2))
+    else:
+        report.show_validation(result)
+    return 0 if result.ok else 1
+
+
+def _verify(arguments: argparse.Namespace, run_export: RunExport) -> int:
+    result = verify(arguments.output)
+    report.show_verification(result)
+    return 0 if result.ok else 1
+
+
+def _inspect(arguments: argparse.Namespace, run_export: RunExport) -> int:
+    if not report.show_output(arguments.path):
+        sets = arguments.annotations or None
+        first = validate(arguments.path, sets or (), check_objects=False)
+        if sets is None and first.known_annotations:
+            first = validate(arguments.path, first.known_annotations, check_objects=False)
+        report.show_validation(first, judge=False)
+    return 0
+
+
+def _synth(arguments: argparse.Namespace, run_export: RunExport) -> int:
+    shape = parse_shape(arguments.shape)
+    with report.progress_bar(total=arguments.records) as on_progress:
+        dataset = synthesize(
+            arguments.dataset,
+            records=arguments.records,
+            shape=shape,
+            seed=arguments.seed,
+            records_per_shard=arguments.records_per_shard,
+            progress=on_progress,
+        )
+    sets = ", ".join(sorted(dataset.annotations))
+    print(f"{arguments.dataset}: {len(dataset)} captures of {shape[0]}x{shape[1]}, sets {sets}")
+    return 0
+
+
+def _demo(arguments: argparse.Namespace, run_export: RunExport) -> int:
+    folder = Path(arguments.folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; name a folder for the demo")
+    dataset, output = folder / "japanese_vowels.sds", folder / "features"
+    write_japanese_vowels(str(dataset))
+    print(f"1. 640 recorded utterances of 9 speakers: {dataset}")
+    print("2. exporting their features in two workers ...", flush=True)
+    spec = demo_spec(str(dataset), str(output))
+    _run(spec, run_export)
+    print(report.reading_hint(output))
+    return 0
+
+
+# --- arguments -----------------------------------------------------------------------------
+
+
+_EXECUTION_OPTIONS = ("workers", "retries", "timeout_s", "safe_decode")
+_SPEC_OPTIONS = (set(ExportSpec.model_fields) | set(_EXECUTION_OPTIONS)) - {"execution"}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="signal-batch",
+        description="Batch pipelines over immutable signal datasets.",
+        epilog="exit codes: 0 done, 1 the job failed, 2 bad input",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_export(commands)
+    _add_validate(commands)
+    verifying = _command(commands, "verify", _verify, "check a complete output against itself")
+    verifying.add_argument("output", metavar="OUT", help="output folder of an export")
+    inspecting = _command(commands, "inspect", _inspect, "show what a dataset or an output holds")
+    inspecting.add_argument("path", metavar="DATASET|OUT")
+    _add_annotations(inspecting)
+    _add_synth(commands)
+    demo = _command(commands, "demo", _demo, "export features of real recordings into DIR")
+    demo.add_argument("folder", metavar="DIR")
+    return parser
+
+
+def _add_export(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "export",
+        _export,
+        "export features of a dataset to Parquet",
+        epilog=_EXPORT_EXAMPLES,
+    )
+    add = parser.add_argument
+    unset = argparse.SUPPRESS
+    add("dataset", metavar="DATASET", nargs="?", default=unset, help="path, s3:// or gs://")
+    add("output", metavar="OUT", nargs="?", default=unset, help="output folder or fsspec URI")
+    add(
+        "--column",
+        dest="columns",
+        action="append",
+        default=unset,
+        metavar="COLUMN",
+        help="what to read; give it once a column",
+    )
+    add(
+        "--where",
+        action="append",
+        default=unset,
+        metavar="FILTER",
+        help="keep records for which it holds, e.g. 'metadata:snr_db >= 5'",
+    )
+    add(
+        "--features",
+        default=unset,
+        metavar="NAME",
+        help="raw (default), power_spectrum, spectrogram, statistics or package.module:function",
+    )
+    add(
+        "--feature-arg",
+        dest="feature_args",
+        action="append",
+        default=unset,
+        metavar="KEY=VALUE",
+        help="an option of the feature; VALUE is JSON or text",
+    )
+    add("--workers", type=int, default=unset, metavar="N", help="worker processes (default 2)")
+    add(
+        "--part-size",
+        dest="part_bytes",
+        default=unset,
+        metavar="SIZE",
+        help="size aimed at for a Parquet file (default 128MB)",
+    )
+    add(
+        "--row-group-size",
+        dest="row_group_bytes",
+        default=unset,
+        metavar="SIZE",
+        help="size aimed at for a row group (default 16MB)",
+    )
+    add(
+        "--batch-size",
+        type=int,
+        default=unset,
+        metavar="N",
+        help="records handed to a feature at a time (default 256)",
+    )
+    add(
+        "--compression",
+        default=unset,
+        metavar="NAME",
+        help="zstd (default), snappy, lz4, gzip or none",
+    )
+    add(
+        "--tensors",
+        default=unset,
+        metavar="LAYOUT",
+        help="nested (default: nested fixed-size lists) or extension (arrow.fixed_shape_tensor)",
+    )
+    add(
+        "--ragged",
+        action="append",
+        default=unset,
+        metavar="COLUMN",
+        help="write this output column as lists even where a sample has equal shapes",
+    )
+    add(
+        "--on-error",
+        default=unset,
+        metavar="POLICY",
+        help="fail (default), skip or quarantine records that cannot be read",
+    )
+    add(
+        "--max-bad",
+        dest="max_bad_fraction",
+        type=float,
+        default=unset,
+        metavar="SHARE",
+        help="largest share of unreadable records to put up with (default 0.01)",
+    )
+    add(
+        "--retries",
+        type=int,
+        default=unset,
+        metavar="N",
+        help="further attempts of a shard (default 3)",
+    )
+    add(
+        "--timeout",
+        dest="timeout_s",
+        type=float,
+        default=unset,
+        metavar="SECONDS",
+        help="kill a worker that is silent for this long (default 900)",
+    )
+    add(
+        "--safe-decode",
+        dest="safe_decode",
+        action="store_true",
+        default=unset,
+        help="decode records with signal-dataset's own decoder: slower, the reference",
+    )
+    add("--pin", default=unset, metavar="FILE", help="read exactly what this pin names")
+    add("--write-pin", metavar="FILE", help="write the pin of this run, to reproduce it later")
+    add("--spec", metavar="FILE", help="YAML or JSON file with the fields of the export spec")
+    add("--dry-run", action="store_true", help="show run key, parts and sizes; write nothing")
+
+
+def _add_validate(commands: Any) -> None:
+    parser = _command(commands, "validate", _validate, "check a dataset and pin it")
+    parser.add_argument("dataset", metavar="DATASET")
+    _add_annotations(parser)
+    parser.add_argument("--deep", action="store_true", help="decode every record")
+    parser.add_argument("--expect", metavar="FINGERPRINT", help="fail unless it is this one")
+    parser.add_argument("--write-pin", metavar="FILE", help="write the pin to a file")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _add_annotations(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--annotations",
+        nargs="+",
+        default=[],
+        metavar="SET",
+        help="annotation sets to pin and count",
+    )
+
+
+def _add_synth(commands: Any) -> None:
+    parser = _command(commands, "synth", _synth, "write a dataset of synthetic IQ captures")
+    parser.add_argument("dataset", metavar="DATASET")
+    parser.add_argument("--records", type=int, required=True, metavar="N")
+    parser.add_argument(
+        "--shape",
+        default="1x1024",
+        metavar="CxT",
+        help="channels x samples (default 1x1024: 8 KB a record)",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="S")
+    parser.add_argument("--records-per-shard", type=int, metavar="N")
+
+
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace, RunExport], int],
+    summary: str,
+    epilog: str | None = None,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _feature_arg(text: str) -> tuple[str, Any]:
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise SpecError(f"--feature-arg {text!r} must read KEY=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _spec_file(path: str) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load(Path(path).read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as exc:
+        raise SpecError(f"--spec {path} cannot be read: {exc}") from exc
+    if not isinstance(value, dict):
+        raise SpecError(f"--spec {path} must hold the fields of an export spec")
+    return value

@@ -1,0 +1,157 @@
+"""The two orders in which records are read, as Grain pipelines over ordinals.
+
+Grain iterates over ordinals, and a whole batch is fetched below it in one call: its own
+batched-read push-down is off in Grain 0.2, so a per-record source reads one record at a time.
+Shuffling comes before slicing, so the records of every global step are the same for any number
+of ranks. No element is ever None: filters were resolved to ordinals beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from signal_batch._grain import grain
+from signal_batch.errors import SpecError
+from signal_batch.reading import Batch
+from signal_batch.selection import Selection
+
+Fetch = Callable[[npt.NDArray[np.int64]], Any]
+Transform = Callable[[Batch], Any]
+
+
+class OrdinalSource:
+    """The ordinals of a selection as a Grain source of integers."""
+
+    def __init__(self, selection: Selection) -> None:
+        self._selection = selection
+
+    def __len__(self) -> int:
+        return len(self._selection)
+
+    def __getitem__(self, index: int) -> int:
+        return self._selection.ordinal_at(int(index))
+
+    def __repr__(self) -> str:
+        return f"OrdinalSource(records={len(self)}, digest={self._selection.digest()})"
+
+
+def batches_in_order(
+    selection: Selection,
+    fetch: Fetch,
+    batch_size: int,
+    *,
+    threads: int = 1,
+    prefetch_batches: int = 2,
+) -> grain.IterDataset:
+    """Batches of a selection in ordinal order, the last one shorter.
+
+    `threads` batches are read at a time and at most `prefetch_batches` wait to be taken:
+    Grain's buffer counts batches, so it is kept small.
+    """
+    return (
+        grain.MapDataset.source(OrdinalSource(selection))
+        .batch(batch_size, batch_fn=_ordinals)
+        .map(fetch)
+        .to_iter_dataset(_read_options(threads, prefetch_batches))
+    )
+
+
+def training_batches(
+    selection: Selection,
+    fetch: Fetch,
+    *,
+    batch_size: int,
+    seed: int,
+    epochs: int | None = None,
+    cursor: int = 0,
+    rank: int = 0,
+    world: int = 1,
+    transform: Transform | None = None,
+    threads: int = 1,
+    prefetch_batches: int = 4,
+) -> grain.IterDataset:
+    """Batches of the global training order, from a cursor, for one of `world` ranks.
+
+    The order is a shuffle of the selection, another one each epoch, and every record comes once
+    an epoch. `batch_size` is that of one rank; a global step takes `batch_size * world`
+    records, and records that do not fill a global step at the very end are left out, so all
+    ranks take the same number of steps. `cursor` counts records of the global order that are
+    already done and must be whole global steps. Each batch carries `position` (int64), the place
+    of each record in the global order, which keys whatever is random about it: see `rng_at`.
+
+    Raises:
+        SpecError: a cursor inside a step, a rank out of range, or fewer records than a step.
+    """
+    step = batch_size * world
+    _check_training(selection, step, cursor, rank, world)
+    total = None if epochs is None else epochs * len(selection)
+    stop = None if total is None else cursor + max(0, total - cursor) // step * step
+    positioned = (
+        grain.MapDataset.source(OrdinalSource(selection))
+        .shuffle(seed=seed)
+        .map_with_index(_with_position)
+        .repeat(epochs)
+    )
+    batches = positioned[cursor:stop][rank::world].batch(batch_size, batch_fn=np.array)
+    fetched = batches.map(_PositionedFetch(fetch))
+    if transform is not None:
+        fetched = fetched.map(transform)
+    return fetched.to_iter_dataset(_read_options(threads, prefetch_batches))
+
+
+def rng_at(seed: int, position: int) -> np.random.Generator:
+    """The random generator of one place in the global order.
+
+    Keyed by (seed, position) alone, so what is drawn does not depend on the number of workers
+    or on where a run resumed.
+    """
+    return np.random.Generator(np.random.Philox(key=[seed, position]))
+
+
+@contextmanager
+def iterating(dataset: grain.IterDataset) -> Iterator[Iterator[Any]]:
+    """One iterator over a pipeline, closed on the way out, whatever happens.
+
+    After an exception a Grain iterator must not be used again: it would skip data silently.
+    """
+    iterator = iter(dataset)
+    try:
+        yield iterator
+    finally:
+        iterator.close()
+
+
+class _PositionedFetch:
+    """Reads a batch of (position, ordinal) pairs; a class, so that it pickles."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        self._fetch = fetch
+
+    def __call__(self, pairs: npt.NDArray[np.int64]) -> Batch:
+        return {**self._fetch(pairs[:, 1]), "position": pairs[:, 0]}
+
+
+def _with_position(position: int, ordinal: int) -> tuple[int, int]:
+    return position, ordinal
+
+
+def _ordinals(values: Sequence[int]) -> npt.NDArray[np.int64]:
+    return np.array(values, dtype=np.int64)
+
+
+def _read_options(threads: int, prefetch_batches: int) -> grain.ReadOptions:
+    return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch_batches)
+
+
+def _check_training(selection: Selection, step: int, cursor: int, rank: int, world: int) -> None:
+    if not 0 <= rank < world:
+        raise SpecError(f"rank {rank} is not one of {world} ranks (0 to {world - 1})")
+    if cursor < 0 or cursor % step:
+        raise SpecError(f"cursor {cursor} is not a whole number of global steps of {step} records")
+    if len(selection) < 1:
+        raise SpecError("there are no records to train on")

@@ -1,0 +1,183 @@
+"""The parent's side of worker processes: start one, follow its events, stop all of a run.
+
+A killed, crashed or silent child becomes `WorkerDiedError`, which is worth another attempt; what
+the worker itself reports is raised again as the same error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO
+
+from signal_batch.errors import SignalBatchError, StoppedError, WorkerDiedError, rebuilt_error
+from signal_batch.export import WorkOrder
+from signal_batch.store import Receipt
+
+OnProgress = Callable[[int], None]
+#: One thread each: workers are processes, and results must not depend on how many there are.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass
+class _Child:
+    process: subprocess.Popen[bytes]
+    last_event: float = field(default_factory=time.monotonic)
+    silent: bool = False
+    rows: int = 0
+
+
+_lock = threading.Lock()
+_children: dict[str, set[int]] = {}
+_processes: dict[int, subprocess.Popen[bytes]] = {}
+_stopped: set[str] = set()
+
+
+def run_worker(order: WorkOrder, on_progress: OnProgress, *, run_id: str) -> list[Receipt]:
+    """Run one worker process to its end and return the receipts of all parts of the order.
+
+    `run_id` groups the processes of a run for `stop_workers`. What an attempt that fails has
+    reported is taken back with `on_progress(-rows)`: the next attempt counts it again.
+
+    Raises:
+        WorkerDiedError: the process was killed, crashed, or was silent for `timeout_s`.
+        StoppedError: the run was stopped.
+        SignalBatchError: what the worker itself reported.
+    """
+    with tempfile.TemporaryFile() as log:
+        child = _start(run_id, log)
+        watchdog = threading.Thread(
+            target=_kill_when_silent, args=(child, order.spec.execution.timeout_s), daemon=True
+        )
+        watchdog.start()
+        try:
+            _send(child, order)
+            receipts, error = _listen(child, on_progress)
+            code = child.process.wait()
+        finally:
+            _kill(child.process)
+            _forget(run_id, child)
+        if code == 0 and error is None and len(receipts) == len(order.parts):
+            return receipts
+        on_progress(-child.rows)
+        if run_id in _stopped:
+            raise StoppedError("the run was stopped")
+        raise error or WorkerDiedError(_cause_of_death(child, code, order, _tail(log)))
+
+
+def stop_workers(run_id: str) -> None:
+    """Kill the worker processes of a run, and let no new one of that run start."""
+    with _lock:
+        _stopped.add(run_id)
+        processes = [_processes[pid] for pid in _children.get(run_id, ())]
+    for process in processes:
+        _kill(process)
+
+
+def worker_pids(run_id: str) -> list[int]:
+    """Process ids of the workers of a run that are alive."""
+    with _lock:
+        return sorted(_children.get(run_id, ()))
+
+
+def _start(run_id: str, log: IO[bytes]) -> _Child:
+    environment = dict.fromkeys(_THREAD_VARIABLES, "1") | dict(os.environ)
+    with _lock:
+        if run_id in _stopped:
+            raise StoppedError("the run was stopped")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "signal_batch.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            start_new_session=True,  # Ctrl-C reaches the parent alone, which then stops us
+        )
+        _children.setdefault(run_id, set()).add(process.pid)
+        _processes[process.pid] = process
+    return _Child(process)
+
+
+def _send(child: _Child, order: WorkOrder) -> None:
+    assert child.process.stdin is not None
+    # A child that is already dead shows below, by its exit code.
+    with contextlib.suppress(BrokenPipeError):
+        child.process.stdin.write(json.dumps(order.to_json()).encode())
+    with contextlib.suppress(BrokenPipeError):
+        child.process.stdin.close()
+
+
+def _listen(
+    child: _Child, on_progress: OnProgress
+) -> tuple[list[Receipt], SignalBatchError | None]:
+    receipts: list[Receipt] = []
+    error: SignalBatchError | None = None
+    assert child.process.stdout is not None
+    for line in child.process.stdout:
+        child.last_event = time.monotonic()
+        try:
+            event = json.loads(line)
+        except ValueError:
+            continue  # the last line of a process killed while it wrote
+        if event["event"] == "progress":
+            child.rows += event["rows"]
+            on_progress(event["rows"])
+        elif event["event"] == "receipt":
+            receipts.append(Receipt.from_dict(event["receipt"]))
+        else:
+            error = rebuilt_error(event)
+    return receipts, error
+
+
+def _kill_when_silent(child: _Child, timeout_s: float) -> None:
+    while child.process.poll() is None:
+        if time.monotonic() - child.last_event > timeout_s:
+            child.silent = True
+            _kill(child.process)
+            return
+        time.sleep(min(0.5, timeout_s / 4))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.kill()
+
+
+def _forget(run_id: str, child: _Child) -> None:
+    child.process.wait()
+    if child.process.stdout is not None:
+        child.process.stdout.close()
+    with _lock:
+        _children[run_id].discard(child.process.pid)
+        _processes.pop(child.process.pid, None)
+        if not _children[run_id]:
+            del _children[run_id]
+
+
+def _cause_of_death(child: _Child, code: int, order: WorkOrder, log: str) -> str:
+    first, last = order.parts[0], order.parts[-1]
+    where = f"the worker for ordinals {first.first_ordinal}-{last.last_ordinal}"
+    if child.silent:
+        cause = f"said nothing for {order.spec.execution.timeout_s:g} s and was killed"
+    elif code < 0:
+        name = signal.Signals(-code).name
+        hint = " (out of memory?)" if name == "SIGKILL" else ""
+        cause = f"was killed by {name}{hint}"
+    else:
+        cause = f"ended with exit code {code}"
+    return f"{where} {cause}" + (f"; it last said: {log}" if log else "")
+
+
+def _tail(log: IO[bytes], size: int = 2000) -> str:
+    end = log.seek(0, os.SEEK_END)
+    log.seek(max(0, end - size))
+    return log.read().decode(errors="replace").strip()

@@ -1,0 +1,338 @@
+"""The frozen description of a job: selectors, columns, the export spec and its identity.
+
+A selector says where in a record a value is::
+
+    field:samples                    one tensor of the record
+    metadata:radio.snr_db            a metadata key, dots go into nested objects
+    annotation:review-v1/label       a value of an annotation set's row at the same ordinal
+    annotation-field:review-v1/mask  a tensor of that row
+    id    scene    ordinal           the record's id, scene id and integer position
+
+A column names one, with an optional dtype and an optional default::
+
+    label=annotation:speakers-v1/label:int32
+    snr=metadata:radio.snr_db:float32?null
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
+from pydantic import ValidationError as PydanticValidationError
+
+from signal_batch.errors import SpecError
+
+#: Raised when the same spec and pin would produce other files than before.
+SCHEMA_VERSION = 1
+
+FIELD_DTYPES = (
+    *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+    *("float16", "float32", "float64", "complex64"),
+)
+VALUE_DTYPES = (*(name for name in FIELD_DTYPES if name != "complex64"), "str")
+ARRAY_SOURCES = ("field", "annotation-field")
+IDENTITY_SOURCES = ("id", "scene", "ordinal")
+RESERVED_COLUMNS = ("id", "ordinal")
+
+_SOURCES = ("field", "metadata", "annotation", "annotation-field", *IDENTITY_SOURCES)
+_SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+
+Source = Literal["field", "metadata", "annotation", "annotation-field", "id", "scene", "ordinal"]
+M = TypeVar("M", bound=BaseModel)
+Json = None | bool | int | float | str | list[Any] | dict[str, Any]
+
+
+def canonical_json(value: Any) -> bytes:
+    """Serialize for hashing: sorted keys, no spaces, UTF-8, no NaN."""
+    return json.dumps(
+        value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False
+    ).encode()
+
+
+def digest(value: Any) -> str:
+    """SHA-256 (hex) over the canonical JSON of a value."""
+    return sha256(canonical_json(value)).hexdigest()
+
+
+def parse_size(value: str | int) -> int:
+    """Bytes from `134217728`, `"128MB"` or `"128MiB"`.
+
+    MB and MiB both mean 2**20 bytes, as Parquet tools take them.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise SpecError(f"{value!r} is not a size; write bytes or something like 128MB")
+    if isinstance(value, int):
+        size = value
+    else:
+        match = _SIZE.fullmatch(value.strip())
+        if match is None:
+            raise SpecError(f"{value!r} is not a size; write bytes or something like 128MB")
+        size = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+    if size < 1:
+        raise SpecError(f"a size must be at least one byte, not {value!r}")
+    return size
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+
+
+class Selector(_Frozen):
+    """Where in a record a value is; see the module's docstring for the forms."""
+
+    source: Source
+    set_name: str | None = None
+    path: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        source, colon, rest = text.partition(":")
+        if source not in _SOURCES:
+            raise SpecError(
+                f"selector {text!r} starts with {source!r}; it must be one of "
+                f"{', '.join(_SOURCES)} (for example field:samples or metadata:snr_db)"
+            )
+        if source in IDENTITY_SOURCES:
+            if colon:
+                raise SpecError(f"selector {text!r}: {source!r} takes nothing after it")
+            return cls(source=source)  # type: ignore[arg-type]
+        if not rest:
+            raise SpecError(f"selector {text!r} needs a name after the colon")
+        if source in ("field", "metadata"):
+            return cls(source=source, path=rest)  # type: ignore[arg-type]
+        set_name, slash, path = rest.partition("/")
+        if _SET_NAME.fullmatch(set_name) is None or not slash or not path:
+            raise SpecError(f"selector {text!r} must read {source}:SET/KEY")
+        return cls(source=source, set_name=set_name, path=path)  # type: ignore[arg-type]
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it names a tensor rather than a single value."""
+        return self.source in ARRAY_SOURCES
+
+    def __str__(self) -> str:
+        where = f"{self.set_name}/{self.path}" if self.set_name else self.path
+        return self.source if where is None else f"{self.source}:{where}"
+
+
+class Column(_Frozen):
+    """An output array and where it comes from.
+
+    `default` (with `has_default`) stands in where a record lacks the key; `null` becomes NaN
+    for float dtypes and a null for strings.
+    """
+
+    name: str
+    selector: Selector
+    dtype: str | None = None
+    has_default: bool = False
+    default: Json = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _accept_text(cls, value: Any) -> Any:
+        return cls.fields_of(value) if isinstance(value, str) else value
+
+    @field_validator("selector", mode="before")
+    @classmethod
+    def _accept_selector_text(cls, value: Any) -> Any:
+        return Selector.parse(value) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        subject = f"column {self.name!r}"
+        if _COLUMN_NAME.fullmatch(self.name) is None:
+            raise SpecError(
+                f"{subject}: a column name is letters, digits and underscores; "
+                f"put one in front, as in NAME={self.selector}"
+            )
+        known = FIELD_DTYPES if self.selector.is_array else VALUE_DTYPES
+        if self.dtype is not None and self.dtype not in known:
+            raise SpecError(f"{subject}: dtype {self.dtype!r} is not one of {', '.join(known)}")
+        if self.dtype is not None and self.selector.source in IDENTITY_SOURCES:
+            raise SpecError(f"{subject}: {self.selector} has a dtype of its own")
+        if self.name in RESERVED_COLUMNS and self.selector.source != self.name:
+            raise SpecError(f"{subject}: that name always means the record's own {self.name}")
+        if not self.has_default:
+            return self
+        if self.selector.is_array or self.selector.source in IDENTITY_SOURCES:
+            raise SpecError(f"{subject}: only metadata and annotation values take a default")
+        if self.default is None and not (self.dtype or "").startswith(("float", "str")):
+            raise SpecError(f"{subject}: a null default needs a float dtype or str")
+        if isinstance(self.default, list | dict):
+            raise SpecError(f"{subject}: a default is a single value, not a {self.default!r}")
+        return self
+
+    @classmethod
+    def fields_of(cls, text: str) -> dict[str, Any]:
+        """The model's fields from `[NAME=]SELECTOR[:DTYPE][?DEFAULT]`."""
+        rest, mark, default_text = text.partition("?")
+        name, equals, selector_text = rest.partition("=")
+        if not equals:
+            name, selector_text = "", rest
+        head, colon, last = selector_text.rpartition(":")
+        dtype = last if colon and head.count(":") and last in (*FIELD_DTYPES, "str") else None
+        selector = Selector.parse(head if dtype else selector_text)
+        if not name:
+            name = re.split(r"[./]", selector.path)[-1] if selector.path else selector.source
+        fields: dict[str, Any] = {"name": name.strip(), "selector": selector, "dtype": dtype}
+        if mark:
+            try:
+                default = json.loads(default_text, parse_constant=lambda _: None)
+            except ValueError:
+                default = default_text
+            fields |= {"has_default": True, "default": default}
+        return fields
+
+    @model_serializer
+    def _as_text(self) -> str:
+        return str(self)
+
+    @classmethod
+    def parse(cls, text: str) -> Column:
+        return checked(cls, cls.fields_of(text))
+
+    def __str__(self) -> str:
+        dtype = f":{self.dtype}" if self.dtype else ""
+        default = f"?{json.dumps(self.default)}" if self.has_default else ""
+        return f"{self.name}={self.selector}{dtype}{default}"
+
+
+class Execution(_Frozen):
+    """How a job is run: changes its speed and its patience, never its result."""
+
+    workers: int = Field(default=2, ge=1, le=1024, description="worker processes at a time")
+    retries: int = Field(default=3, ge=0, le=100, description="further attempts of a shard")
+    retry_delay_s: float = Field(default=2.0, ge=0, description="first pause, doubling")
+    timeout_s: float = Field(default=900.0, gt=0, description="kill a worker silent for so long")
+    safe_decode: bool = Field(default=False, description="use signal-dataset's decoder")
+
+
+class ExportSpec(_Frozen):
+    """What to export, from where, to where.
+
+    Every field but those in `NOT_IDENTITY` is part of the run key.
+    """
+
+    dataset: str = Field(description="dataset root: a local path, s3:// or gs://")
+    output: str = Field(description="output folder: a local path or any fsspec URI")
+    columns: tuple[Annotated[Column, WithJsonSchema({"type": "string"})], ...] = Field(
+        description="what to read, e.g. field:samples or label=annotation:speakers-v1/label:int32"
+    )
+    where: tuple[str, ...] = Field(default=(), description="filters, all of which must hold")
+    features: str = Field(default="raw", description="a built-in or package.module:function")
+    feature_args: dict[str, Json] = Field(default_factory=dict, description="its options")
+    batch_size: int = Field(
+        default=256, ge=1, le=1_000_000, description="records a feature is given"
+    )
+    part_bytes: int = Field(default=128 << 20, description="size of a Parquet file, e.g. 128MB")
+    row_group_bytes: int = Field(default=16 << 20, description="size aimed at for a row group")
+    compression: Literal["zstd", "snappy", "lz4", "gzip", "none"] = "zstd"
+    tensors: Literal["nested", "extension"] = Field(
+        default="nested",
+        description="nested fixed-size lists or arrow.fixed_shape_tensor",
+    )
+    ragged: tuple[str, ...] = Field(
+        default=(),
+        description="output columns to write as lists, whatever the sample shows",
+    )
+    on_error: Literal["fail", "skip", "quarantine"] = Field(
+        default="fail", description="what to do with a record that cannot be read"
+    )
+    max_bad_fraction: float = Field(
+        default=0.01, ge=0, le=1, description="largest share of unreadable records to put up with"
+    )
+    pin: str | None = Field(default=None, description="pin file, to reproduce a run")
+    execution: Execution = Execution()
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _columns_from_text(cls, value: Any) -> Any:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list | tuple):
+            return values
+        return [Column.parse(v) if isinstance(v, str) else v for v in values]
+
+    @field_validator("where", "ragged", mode="before")
+    @classmethod
+    def _one_or_many(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("part_bytes", "row_group_bytes", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> int:
+        return parse_size(value)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not self.columns:
+            raise SpecError("name at least one column, for example --column field:samples")
+        names = [column.name for column in self.columns]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SpecError(f"column names must be unique; {', '.join(twice)} is used twice")
+        for uri in (self.dataset, self.output):
+            refuse_credentials(uri)
+        return self
+
+    def identity(self) -> dict[str, Any]:
+        """The part of the spec that can change the result, defaults dropped."""
+        return self.model_dump(mode="json", exclude=set(NOT_IDENTITY), exclude_defaults=True)
+
+
+#: Fields that do not change what is written, or that other digests in the run key stand for.
+NOT_IDENTITY = ("dataset", "output", "pin", "where", "execution", "max_bad_fraction")
+
+
+def annotation_sets(columns: tuple[Column, ...]) -> tuple[str, ...]:
+    """Names of the annotation sets that columns read, sorted."""
+    return tuple(sorted({c.selector.set_name for c in columns if c.selector.set_name}))
+
+
+def refuse_credentials(uri: str) -> None:
+    """Refuse a URI that carries a user, a password or a query: those end up in logs."""
+    if not uri or not uri.strip():
+        raise SpecError("a dataset or output URI is empty")
+    if uri != redact(uri):
+        raise SpecError(
+            f"{redact(uri)} carries credentials or a query in the URI; "
+            "give them through the environment instead (for example AWS_PROFILE)"
+        )
+
+
+def redact(uri: str) -> str:
+    """The URI without user, password, query and fragment (local paths are left alone)."""
+    scheme, mark, rest = uri.partition("://")
+    if not mark:
+        return uri
+    rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+    host, slash, path = rest.partition("/")
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+
+
+def checked(model: type[M], value: Mapping[str, Any]) -> M:
+    """Build a model, turning pydantic's report into a `SpecError` that a person can read."""
+    try:
+        return model.model_validate(dict(value))
+    except PydanticValidationError as exc:
+        lines = []
+        for item in exc.errors(include_url=False, include_context=False):
+            where = ".".join(str(part) for part in item["loc"])
+            message = item["msg"].removeprefix("Value error, ")
+            lines.append(f"{where}: {message}" if where else message)
+        raise SpecError("; ".join(lines)) from exc

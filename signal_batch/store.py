@@ -1,0 +1,354 @@
+"""An output folder on fsspec: claim, parts, receipts, manifest, clean-up.
+
+::
+
+    OUT/_spec.json                       claim: run key and full spec, create-only
+    OUT/_receipts/part-00017.json        a part is durably written, create-only
+    OUT/data/part-00017-3f2a9c1b0d4e.parquet   the name carries the content's hash
+    OUT/_quarantine/part-00017.jsonl     records that were set aside
+    OUT/_manifest.json                   written last; names exactly the files of the output
+
+This is the only module that touches fsspec. A small object appears whole or not at all: on a
+local disk it is written beside its place and linked there, elsewhere the service sees to it. Two
+attempts at the same part may race: the first receipt wins, and the other attempt adopts it.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import uuid
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from signal_batch.errors import (
+    DamagedOutputError,
+    InputError,
+    OutputConflictError,
+    OutputError,
+    SignalBatchError,
+    SpecError,
+    StorageError,
+)
+from signal_batch.specs import redact, refuse_credentials
+
+CLAIM = "_spec.json"
+MANIFEST = "_manifest.json"
+RECEIPTS = "_receipts"
+QUARANTINE = "_quarantine"
+DATA = "data"
+
+_HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """Says that a part is durably written, and what it holds.
+
+    `bad_ordinals` are the records of the part that could not be read and were left out.
+    """
+
+    run_key: str
+    part: int
+    first_ordinal: int
+    last_ordinal: int
+    rows: int
+    bytes: int
+    file: str
+    sha256: str
+    logical_digest: str
+    bad_ordinals: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        return f"part-{self.part:05d}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self) | {"bad_ordinals": list(self.bad_ordinals)}
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any], *, where: str = "a receipt") -> Receipt:
+        try:
+            return cls(**{**value, "bad_ordinals": tuple(value["bad_ordinals"])})
+        except (KeyError, TypeError) as exc:
+            raise DamagedOutputError(f"{where} is not a receipt: {exc}") from exc
+
+
+class OutputStore:
+    """One output folder, on any file system that fsspec knows."""
+
+    def __init__(self, uri: str) -> None:
+        refuse_credentials(uri)
+        self.uri = uri if "://" in uri else str(Path(uri).expanduser().absolute())
+        try:
+            # Listings are never cached: another process may be writing here.
+            self._fs, self._root = fsspec.url_to_fs(self.uri, use_listings_cache=False)
+        except ImportError as exc:
+            raise InputError(f"{self.uri} needs another package: {exc}") from exc
+        except ValueError as exc:
+            raise SpecError(f"{redact(self.uri)} is no output location: {exc}") from exc
+        self._local = "file" in self._fs.protocol
+
+    def claim(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Take the folder for one job, or find that it is already this job's.
+
+        Returns the claim that stands, which an earlier attempt may have written. Raises
+        `OutputConflictError`, listing each difference, if another job has the folder.
+        """
+        if standing := self.standing_claim(document):
+            return standing
+        if self._create(CLAIM, _document(document)):
+            return dict(document)
+        return self._same_job(self.read_claim() or {}, document)
+
+    def standing_claim(self, document: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The claim of an earlier attempt at the same job, None in a new or empty folder.
+
+        Raises `OutputConflictError` where the folder is taken by anything else.
+        """
+        if existing := self.read_claim():
+            return self._same_job(existing, document)
+        if strangers := self._strangers():
+            raise OutputConflictError(
+                f"{self.uri} is not empty and no export of this program: it holds "
+                f"{', '.join(strangers[:5])}. Choose another output folder"
+            )
+        return None
+
+    def read_claim(self) -> dict[str, Any] | None:
+        return self._read_json(CLAIM)
+
+    def read_manifest(self) -> dict[str, Any] | None:
+        return self._read_json(MANIFEST)
+
+    def write_manifest(self, document: Mapping[str, Any]) -> None:
+        self._replace(MANIFEST, _document(document))
+
+    def receipts(self) -> dict[int, Receipt]:
+        """All receipts by part index."""
+        found = {}
+        for name in self.listing(RECEIPTS):
+            if not name.endswith(".json"):
+                continue
+            value = self._read_json(f"{RECEIPTS}/{name}")
+            if value is not None:
+                receipt = Receipt.from_dict(value, where=f"{self.uri}/{RECEIPTS}/{name}")
+                found[receipt.part] = receipt
+        return found
+
+    def add_receipt(self, receipt: Receipt) -> Receipt:
+        """Record a part; if another attempt already did, its receipt stands and is returned."""
+        path = f"{RECEIPTS}/{receipt.name}.json"
+        if self._create(path, _document(receipt.to_dict())):
+            return receipt
+        standing = self._read_json(path)
+        if standing is None:
+            raise StorageError(f"{self.uri}/{path} appeared and went away again")
+        return Receipt.from_dict(standing, where=f"{self.uri}/{path}")
+
+    def put_part(self, local: Path, name: str) -> None:
+        """Put a finished local Parquet file under its content-addressed name."""
+        with self._errors(f"{DATA}/{name}"):
+            self._make_folder(DATA)
+            target = self._path(f"{DATA}/{name}")
+            if not self._local:
+                self._fs.put_file(str(local), target)
+                return
+            staged = f"{target}.{uuid.uuid4().hex}.tmp"
+            try:
+                self._fs.put_file(str(local), staged)
+                _sync(staged)
+                Path(staged).replace(target)
+            finally:
+                Path(staged).unlink(missing_ok=True)
+
+    def put_quarantine(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Write the records of a part that were set aside, one JSON object a line."""
+        payload = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        self._replace(f"{QUARANTINE}/{name}.jsonl", payload.encode())
+
+    def listing(self, folder: str) -> dict[str, int]:
+        """Names directly in a folder, with their sizes in bytes; empty if there is none."""
+        with self._errors(folder):
+            try:
+                entries = self._fs.ls(self._path(folder), detail=True)
+            except FileNotFoundError:
+                return {}
+            return {
+                entry["name"].rstrip("/").rpartition("/")[2]: int(entry["size"] or 0)
+                for entry in entries
+                if entry["type"] == "file"
+            }
+
+    def fetch(self, path: str, local: Path) -> None:
+        """Copy an object of the output to a local file."""
+        with self._errors(path):
+            self._fs.get_file(self._path(path), str(local))
+
+    def remove_data(self, names: Iterable[str]) -> None:
+        for name in names:
+            with self._errors(f"{DATA}/{name}"):
+                self._fs.rm_file(self._path(f"{DATA}/{name}"))
+
+    def _same_job(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+        if found.get("run_key") == wanted["run_key"]:
+            return dict(found)
+        changes = differences(found.get("identity", {}), wanted["identity"])
+        raise OutputConflictError(
+            f"{self.uri} belongs to another export (run key {str(found.get('run_key'))[:12]}, "
+            f"this one is {wanted['run_key'][:12]}); nothing was written. They differ in: "
+            f"{'; '.join(changes) or 'the run key alone'}. Choose another output folder, or "
+            "remove this one if it is no longer needed"
+        )
+
+    def _strangers(self) -> list[str]:
+        with self._errors(""):
+            try:
+                entries = self._fs.ls(self._root, detail=False)
+            except FileNotFoundError:
+                return []
+            except NotADirectoryError:
+                raise InputError(f"{self.uri} is a file; an output is a folder") from None
+            if entries and self._fs.isfile(self._root):
+                raise InputError(f"{self.uri} is a file; an output is a folder")
+            names = [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
+            return [name for name in names if not name.endswith(".tmp")]
+
+    def _read_json(self, path: str) -> dict[str, Any] | None:
+        with self._errors(path):
+            try:
+                payload = self._fs.cat_file(self._path(path))
+            except FileNotFoundError:
+                return None
+        try:
+            value = json.loads(payload)
+        except ValueError as exc:
+            raise DamagedOutputError(f"{self.uri}/{path} is not valid JSON: {exc}") from exc
+        if not isinstance(value, dict):
+            raise DamagedOutputError(f"{self.uri}/{path} does not hold a JSON object")
+        return value
+
+    def _create(self, path: str, payload: bytes) -> bool:
+        """Write a new object; False if there already is one."""
+        with self._errors(path):
+            self._make_folder(path.rpartition("/")[0])
+            target = self._path(path)
+            try:
+                if self._local:
+                    _link_new(Path(target), payload)
+                else:
+                    self._fs.pipe_file(target, payload, mode="create")
+            except FileExistsError:
+                return False
+            return True
+
+    def _replace(self, path: str, payload: bytes) -> None:
+        with self._errors(path):
+            self._make_folder(path.rpartition("/")[0])
+            target = self._path(path)
+            if not self._local:
+                self._fs.pipe_file(target, payload)
+                return
+            staged = Path(f"{target}.{uuid.uuid4().hex}.tmp")
+            try:
+                _write_durably(staged, payload)
+                staged.replace(target)
+            finally:
+                staged.unlink(missing_ok=True)
+
+    def _make_folder(self, folder: str) -> None:
+        if self._local:
+            self._fs.makedirs(self._path(folder), exist_ok=True)
+
+    def _path(self, relative: str) -> str:
+        return f"{self._root.rstrip('/')}/{relative}" if relative else self._root
+
+    def _errors(self, path: str) -> _ErrorsOf:
+        return _ErrorsOf(f"{redact(self.uri)}/{path}".rstrip("/"))
+
+
+class _ErrorsOf:
+    """Turns what fsspec and the system raise about a path into our errors."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, exc: BaseException | None, trace: object) -> None:
+        if exc is None or isinstance(exc, SignalBatchError) or not isinstance(exc, Exception):
+            return
+        raise output_error(exc, self._where) from exc
+
+
+def output_error(exc: Exception, where: str) -> SignalBatchError:
+    """What a failed write or read of an output means, and whether trying again can help."""
+    name = type(exc).__name__
+    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return OutputError(f"no space left for {where}; free some and run the same command again")
+    if isinstance(exc, PermissionError) or (isinstance(exc, OSError) and exc.errno in _HOPELESS):
+        return OutputError(f"{where} cannot be written: {exc}")
+    if "NoCredentials" in name or "PartialCredentials" in name:
+        return InputError(f"no credentials for {where}: {exc}")
+    if isinstance(exc, FileNotFoundError):
+        return OutputError(f"{where} cannot be reached: {exc} (is there such a bucket?)")
+    return StorageError(f"{where}: {name}: {exc}")
+
+
+def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """Every field in which two identities differ, as `field: there X, here Y`."""
+    changes: list[str] = []
+    for key in sorted({*found, *wanted}):
+        there, here = found.get(key), wanted.get(key)
+        if there == here:
+            continue
+        if isinstance(there, dict) and isinstance(here, dict):
+            changes += [f"{key}.{change}" for change in differences(there, here)]
+        else:
+            changes.append(f"{key}: there {_shown(there)}, here {_shown(here)}")
+    return changes
+
+
+def _shown(value: Any) -> str:
+    return "the default" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _document(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n").encode()
+
+
+def _link_new(target: Path, payload: bytes) -> None:
+    """Create a file that was not there, complete from its first moment."""
+    staged = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        _write_durably(staged, payload)
+        try:
+            os.link(staged, target)
+        except FileExistsError:
+            raise
+        except OSError:
+            # No hard links here (some network mounts): create-only, if not atomic.
+            with target.open("xb") as stream:
+                stream.write(payload)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _write_durably(path: Path, payload: bytes) -> None:
+    with path.open("xb") as stream:
+        stream.write(payload)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _sync(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

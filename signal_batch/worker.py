@@ -1,0 +1,101 @@
+"""The range worker: the program that exports the parts of one work order.
+
+`python -m signal_batch.worker` reads a work order as JSON on stdin and writes events as JSON
+lines on stdout::
+
+    {"event": "progress", "rows": 256}
+    {"event": "receipt", "receipt": {...}}
+    {"event": "error", "kind": "CorruptDatasetError", "message": "...", "ordinal": 17}
+
+A part that already has a receipt is not done again. The process ends when its parent does.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import IO, Any
+
+from signal_batch.errors import SignalBatchError, error_event
+from signal_batch.export import PartExporter, WorkOrder
+from signal_batch.store import OutputStore
+
+_PR_SET_PDEATHSIG = 1
+_PARENT_POLL_S = 1.0
+
+
+def main() -> int:
+    """Work through the order on stdin; the exit code is 0 or 1."""
+    end_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and kills if need be
+    events = _take_stdout()
+    emit = _emitter(events)
+    try:
+        work(WorkOrder.from_json(json.loads(sys.stdin.buffer.read())), emit)
+    except SignalBatchError as exc:
+        emit(error_event(exc))
+        return 1
+    except Exception as exc:
+        traceback.print_exc()
+        emit(error_event(SignalBatchError(f"{type(exc).__name__}: {exc}")))
+        return 1
+    return 0
+
+
+def work(order: WorkOrder, emit: Callable[[dict[str, Any]], None]) -> None:
+    """Export every part of the order that has no receipt yet."""
+    done = OutputStore(order.spec.output).receipts()
+    with PartExporter(order) as exporter:
+        for part, selection in zip(order.parts, order.runs, strict=True):
+            receipt = done.get(part.index)
+            if receipt is None:
+                receipt = exporter.export(
+                    part, selection, lambda rows: emit({"event": "progress", "rows": rows})
+                )
+            else:
+                emit({"event": "progress", "rows": part.rows})
+            emit({"event": "receipt", "receipt": receipt.to_dict()})
+
+
+def end_with_parent() -> None:
+    """End this process when its parent ends, so that no orphan goes on writing."""
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # On Linux this only closes the gap before prctl; elsewhere it is what does the work.
+    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
+
+
+def _watch_parent(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    os._exit(1)
+
+
+def _take_stdout() -> IO[str]:
+    """Keep the real stdout for events; whatever else prints goes to stderr."""
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    return events
+
+
+def _emitter(stream: IO[str]) -> Callable[[dict[str, Any]], None]:
+    lock = threading.Lock()
+
+    def emit(event: dict[str, Any]) -> None:
+        with lock:
+            stream.write(json.dumps(event) + "\n")
+            stream.flush()
+
+    return emit
+
+
+if __name__ == "__main__":
+    sys.exit(main())

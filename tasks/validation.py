@@ -1,0 +1,52 @@
+"""Validating a dataset as a Prefect task, with the findings as an artifact."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prefect.artifacts import create_markdown_artifact
+
+from signal_batch.errors import CorruptDatasetError
+from signal_batch.validation import Validation, validate
+from tasks.policy import task
+
+
+@task(name="check dataset")
+def check_dataset(
+    dataset: str, annotations: list[str], deep: bool, expect: str | None
+) -> dict[str, Any]:
+    """Validate, leave a report, and fail if there are faults."""
+    result = validate(dataset, annotations, deep=deep, expect=expect)
+    create_markdown_artifact(_report(result), key="dataset-validation", description=dataset)
+    raise_faults(result)
+    return result.to_dict()
+
+
+def raise_faults(result: Validation) -> None:
+    """Fail with the first few faults of an unsound dataset."""
+    if not result.ok:
+        shown = "; ".join(result.faults[:5])
+        raise CorruptDatasetError(f"{len(result.faults)} faults in {result.pin.uri}: {shown}")
+
+
+def _report(result: Validation) -> str:
+    fields = [
+        f"| {name} | {', '.join(item['dtypes'])} | {item['smallest_shape']} "
+        f"| {item['largest_shape']} |"
+        for name, item in result.to_dict()["fields"].items()
+    ]
+    faults = [f"- {fault}" for fault in result.faults] or ["None."]
+    return "\n".join(
+        [
+            f"# {result.pin.uri}",
+            f"{result.pin.record_count:,} records, fingerprint `{result.pin.fingerprint}`, "
+            f"{result.examined:,} examined.",
+            "",
+            "| field | dtype | smallest | largest |",
+            "| --- | --- | --- | --- |",
+            *fields,
+            "",
+            "## Faults",
+            *faults,
+        ]
+    )
