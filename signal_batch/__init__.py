@@ -5,8 +5,9 @@ The core, usable from a notebook and free of Prefect; the flows are in `flows`.
 
 from __future__ import annotations
 
+from signal_batch.arrow import to_numpy
+from signal_batch.built_ins import feature
 from signal_batch.errors import SignalBatchError
-from signal_batch.features import feature
 from signal_batch.iteration import batches_in_order, iterating, rng_at, training_batches
 from signal_batch.pins import Pin, pin_dataset, read_pin, reopen, write_pin
 from signal_batch.runner import export
@@ -33,6 +34,7 @@ __all__ = [
     "read_pin",
     "reopen",
     "rng_at",
+    "to_numpy",
     "training_batches",
     "validate",
     "verify",

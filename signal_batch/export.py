@@ -19,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from signal_batch.arrow import to_record_batch
 from signal_batch.errors import CorruptDatasetError, MissingValueError
 from signal_batch.features import Feature, compute, resolve_feature
 from signal_batch.iteration import batches_in_order, iterating
-from signal_batch.parquet import PartFile, to_record_batch, write_part
+from signal_batch.parquet import PartFile, write_part
 from signal_batch.pins import Pin
 from signal_batch.plan import Part
 from signal_batch.reading import Batch

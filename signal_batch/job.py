@@ -18,6 +18,7 @@ import pyarrow as pa
 import signal_dataset as sds
 
 from signal_batch import selection as filters
+from signal_batch.arrow import arrow_schema, to_record_batch
 from signal_batch.errors import (
     CorruptDatasetError,
     DamagedOutputError,
@@ -25,7 +26,6 @@ from signal_batch.errors import (
 )
 from signal_batch.export import UNREADABLE, WorkOrder, array_columns, decode_schema, encode_schema
 from signal_batch.features import compute, resolve_feature
-from signal_batch.parquet import arrow_schema, to_record_batch
 from signal_batch.pins import Pin, absolute_uri, pin_dataset, read_pin, reopen
 from signal_batch.plan import Part, Shard, group_into_shards, plan_parts, rows_a_part
 from signal_batch.reading import RecordReader, annotation_rows

@@ -13,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import signal, stats
 
+from signal_batch.batches import Batch
+from signal_batch.built_ins import BUILT_IN, feature
 from signal_batch.errors import FeatureError, SpecError
-from signal_batch.features import BUILT_IN_FEATURES, Batch, compute, feature, resolve_feature
+from signal_batch.features import compute, resolve_feature
 
 
 def noise(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
@@ -294,7 +296,7 @@ def _own(function: Any, **options: Any) -> Any:
 @settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=12),
-    name=st.sampled_from(BUILT_IN_FEATURES),
+    name=st.sampled_from(BUILT_IN),
     dtype=st.sampled_from(["float32", "complex64", "int16"]),
     channels=st.integers(0, 2),
 )
@@ -517,8 +519,8 @@ def test_the_source_hash_follows_the_whole_file_and_not_the_place(own_module: Pa
     assert before == resolve_feature("own_features:scaled", {"by": 4}).source_sha256
     own_module.write_text(OWN.replace("FACTOR = 2", "FACTOR = 3"))
     assert before != resolve_feature("own_features:scaled", {"by": 3}).source_sha256
-    hashes = {resolve_feature(name, {}).source_sha256 for name in BUILT_IN_FEATURES}
-    assert len(hashes) == len(BUILT_IN_FEATURES)
+    hashes = {resolve_feature(name, {}).source_sha256 for name in BUILT_IN}
+    assert len(hashes) == len(BUILT_IN)
 
 
 def test_a_module_that_fails_to_import_says_why(own_module: Path) -> None:

@@ -22,16 +22,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from signal_batch.arrow import arrow_schema, to_numpy, to_record_batch
+from signal_batch.batches import Batch
 from signal_batch.digests import LogicalDigest
 from signal_batch.errors import DamagedOutputError, FeatureError, OutputError, SpecError
-from signal_batch.features import Batch
 from signal_batch.parquet import (
     PartFile,
     PartWriter,
-    arrow_schema,
     read_part_digest,
-    to_numpy,
-    to_record_batch,
     write_part,
 )
 
