@@ -151,11 +151,23 @@ def _synth(arguments: argparse.Namespace, run_export: RunExport) -> int:
             shape=shape,
             seed=arguments.seed,
             records_per_shard=arguments.records_per_shard,
-            progress=on_progress,
+            progress=_steps_of(on_progress),
         )
     sets = ", ".join(sorted(dataset.annotations))
     print(f"{arguments.dataset}: {len(dataset)} captures of {shape[0]}x{shape[1]}, sets {sets}")
     return 0
+
+
+def _steps_of(on_progress: Callable[[int], None]) -> Callable[[int], None]:
+    """From a running total to the steps that a progress bar takes."""
+    seen = 0
+
+    def report_total(total: int) -> None:
+        nonlocal seen
+        on_progress(total - seen)
+        seen = total
+
+    return report_total
 
 
 def _demo(arguments: argparse.Namespace, run_export: RunExport) -> int:
