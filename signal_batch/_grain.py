@@ -8,11 +8,18 @@ from __future__ import annotations
 
 import logging
 
-_quiet = logging.NullHandler()
-logging.getLogger().addHandler(_quiet)
+
+def _is_no_notice(record: logging.LogRecord) -> bool:
+    return "jax profiler" not in record.getMessage()
+
+
+_root, _absl, _quiet = logging.getLogger(), logging.getLogger("absl"), logging.NullHandler()
+_root.addHandler(_quiet)
+_absl.addFilter(_is_no_notice)
 try:
     import grain
 finally:
-    logging.getLogger().removeHandler(_quiet)
+    _absl.removeFilter(_is_no_notice)
+    _root.removeHandler(_quiet)
 
 __all__ = ["grain"]

@@ -258,7 +258,7 @@ def _add_export(commands: Any) -> None:
         dest="part_bytes",
         default=unset,
         metavar="SIZE",
-        help="size aimed at for a Parquet file (default 128MB)",
+        help="largest Parquet file, before compression (default 128MB)",
     )
     add(
         "--row-group-size",

@@ -84,6 +84,8 @@ class CorruptDatasetError(SignalBatchError, ValueError):
 class MissingValueError(SignalBatchError, KeyError):
     """A record lacks the key or field that a column asks for."""
 
+    exit_code = 2
+
 
 class FeatureError(SignalBatchError):
     """A feature function failed, or returned what its schema does not allow."""

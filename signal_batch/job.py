@@ -192,7 +192,13 @@ def plan(spec: ExportSpec, pin: Pin, selection: Selection) -> ExportJob:
         identity=identity,
         run_key=run_key,
         batch_rows=batch_rows,
-        part_rows=rows_a_part(spec.part_bytes, row_bytes, batch_rows),
+        part_rows=rows_a_part(
+            selected=len(selection),
+            part_bytes=spec.part_bytes,
+            row_bytes=row_bytes,
+            record_bytes=record_bytes,
+            batch_rows=batch_rows,
+        ),
         row_bytes=row_bytes,
     )
 

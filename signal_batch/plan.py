@@ -14,6 +14,10 @@ from itertools import pairwise
 from signal_batch.errors import SpecError
 from signal_batch.selection import Selection
 
+#: Stored bytes that a part reads at most, and at least before a selection is cut further.
+MOST_READ = 1 << 30
+LEAST_READ = 16 << 20
+FEWEST_PARTS = 8
 #: Starting a worker costs a second or two, so a shard is worth this much stored data.
 SHARD_BYTES = 1 << 30
 #: As many tasks as a run's page can show.
@@ -54,14 +58,21 @@ class Shard:
         return f"shard {self.number} of {self.of}, ordinals {first}-{last}"
 
 
-def rows_a_part(part_bytes: int, row_bytes: float, batch_size: int) -> int:
-    """Rows of a part of about `part_bytes`, given the Arrow bytes of a row.
+def rows_a_part(
+    *, selected: int, part_bytes: int, row_bytes: float, record_bytes: float, batch_rows: int
+) -> int:
+    """Rows of a part.
 
-    A multiple of the batch size where a part holds at least one batch, so that batches are
-    full. Batches never cross parts.
+    At most about `part_bytes` are written (`row_bytes` is the Arrow size of a row) and at most
+    `MOST_READ` bytes are read for it (`record_bytes` is the stored size of a record), which is
+    what a killed worker loses. A selection gives `FEWEST_PARTS` parts if each still reads
+    `LEAST_READ`, so that workers have something to share. The result is a multiple of the batch
+    where a part holds at least one, so that batches, which never cross parts, are full.
     """
-    rows = max(1, int(part_bytes // max(row_bytes, 1.0)))
-    return rows - rows % batch_size if rows >= batch_size else rows
+    written = part_bytes / max(row_bytes, 1.0)
+    shared = max(LEAST_READ / record_bytes, selected / FEWEST_PARTS)
+    rows = max(1, int(min(written, MOST_READ / record_bytes, shared)))
+    return rows - rows % batch_rows if rows >= batch_rows else rows
 
 
 def plan_parts(selection: Selection, rows: int) -> tuple[Part, ...]:

@@ -110,8 +110,9 @@ class Selection:
 
     def ordinals(self) -> npt.NDArray[np.int64]:
         """All ordinals, int64, ascending."""
-        pieces = [np.arange(start, stop, dtype=np.int64) for start, stop in self.runs]
-        return np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+        lengths = self.runs[:, 1] - self.runs[:, 0]
+        shifts = self.runs[:, 1] - self._ends
+        return np.arange(len(self), dtype=np.int64) + np.repeat(shifts, lengths)
 
     def digest(self) -> str:
         """SHA-256 over the runs, as little-endian int64 pairs."""
@@ -134,7 +135,7 @@ class Filter:
 
 def parse_filter(text: str) -> Filter:
     """Read one filter line; anything else is a `SpecError` that shows the forms."""
-    words = text.split(None, 2)
+    words = text.strip().split(None, 2)
     if len(words) != 3:
         raise SpecError(f"filter {text!r} is not complete: {_FORMS}")
     selector, name, value = words

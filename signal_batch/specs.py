@@ -17,6 +17,7 @@ A column names one, with an optional dtype and an optional default::
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
 from hashlib import sha256
@@ -89,7 +90,10 @@ def parse_size(value: str | int) -> int:
 
 
 class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    # Input is hidden in pydantic's own messages: a URI may carry a password.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True
+    )
 
 
 class Selector(_Frozen):
@@ -168,6 +172,12 @@ class Column(_Frozen):
             raise SpecError(f"{subject}: {self.selector} has a dtype of its own")
         if self.name in RESERVED_COLUMNS and self.selector.source != self.name:
             raise SpecError(f"{subject}: that name always means the record's own {self.name}")
+        written = self.fields_of(str(self))
+        if (written["selector"], written["dtype"]) != (self.selector, self.dtype):
+            raise SpecError(
+                f"{subject}: {self.selector} reads as something else where it is written down; "
+                "a key cannot hold '?' or end in a colon and a dtype"
+            )
         if not self.has_default:
             return self
         if self.selector.is_array or self.selector.source in IDENTITY_SOURCES:
@@ -176,6 +186,8 @@ class Column(_Frozen):
             raise SpecError(f"{subject}: a null default needs a float dtype or str")
         if isinstance(self.default, list | dict):
             raise SpecError(f"{subject}: a default is a single value, not a {self.default!r}")
+        if isinstance(self.default, float) and not math.isfinite(self.default):
+            raise SpecError(f"{subject}: a default must be finite; write null for NaN")
         return self
 
     @classmethod
@@ -188,12 +200,12 @@ class Column(_Frozen):
         head, colon, last = selector_text.rpartition(":")
         dtype = last if colon and head.count(":") and last in (*FIELD_DTYPES, "str") else None
         selector = Selector.parse(head if dtype else selector_text)
-        if not name:
+        if not equals:
             name = re.split(r"[./]", selector.path)[-1] if selector.path else selector.source
         fields: dict[str, Any] = {"name": name.strip(), "selector": selector, "dtype": dtype}
         if mark:
             try:
-                default = json.loads(default_text, parse_constant=lambda _: None)
+                default = json.loads(default_text, parse_constant=_constant)
             except ValueError:
                 default = default_text
             fields |= {"has_default": True, "default": default}
@@ -211,6 +223,10 @@ class Column(_Frozen):
         dtype = f":{self.dtype}" if self.dtype else ""
         default = f"?{json.dumps(self.default)}" if self.has_default else ""
         return f"{self.name}={self.selector}{dtype}{default}"
+
+
+def _constant(text: str) -> float | None:
+    return None if text == "NaN" else float(text)
 
 
 class Execution(_Frozen):
@@ -240,7 +256,7 @@ class ExportSpec(_Frozen):
     batch_size: int = Field(
         default=256, ge=1, le=1_000_000, description="records a feature is given"
     )
-    part_bytes: int = Field(default=128 << 20, description="size of a Parquet file, e.g. 128MB")
+    part_bytes: int = Field(default=128 << 20, description="largest Parquet file, e.g. 128MB")
     row_group_bytes: int = Field(default=16 << 20, description="size aimed at for a row group")
     compression: Literal["zstd", "snappy", "lz4", "gzip", "none"] = "zstd"
     tensors: Literal["nested", "extension"] = Field(
@@ -320,9 +336,16 @@ def redact(uri: str) -> str:
     scheme, mark, rest = uri.partition("://")
     if not mark:
         return uri
-    rest = re.split(r"[?#]", rest, maxsplit=1)[0]
+    return f"{scheme}://{re.split('[?#]', _without_user(rest), maxsplit=1)[0]}"
+
+
+def _without_user(rest: str) -> str:
+    """What follows user and password; secret keys often hold a `/` that nobody escaped."""
     host, slash, path = rest.partition("/")
-    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}"
+    if "@" in host:
+        return host.rpartition("@")[2] + slash + path
+    is_host = ":" not in host or re.fullmatch(r".*(:\d*|\])", host)
+    return rest if is_host or "@" not in path else path.partition("@")[2]
 
 
 def checked(model: type[M], value: Mapping[str, Any]) -> M:

@@ -43,7 +43,9 @@ RECEIPTS = "_receipts"
 QUARANTINE = "_quarantine"
 DATA = "data"
 
-_HOPELESS = {errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR}
+_HOPELESS = {errno.EACCES, errno.EPERM, errno.EROFS}
+#: What a file system without hard links says to a request for one.
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,13 +161,12 @@ class OutputStore:
             if not self._local:
                 self._fs.put_file(str(local), target)
                 return
-            staged = f"{target}.{uuid.uuid4().hex}.tmp"
             try:
-                self._fs.put_file(str(local), staged)
-                _sync(staged)
-                Path(staged).replace(target)
-            finally:
-                Path(staged).unlink(missing_ok=True)
+                self._put_whole(local, target)
+            except FileNotFoundError:
+                # Another attempt at this job committed meanwhile, and cleaned up what it did
+                # not know.
+                self._put_whole(local, target)
 
     def put_quarantine(self, name: str, lines: Iterable[Mapping[str, Any]]) -> None:
         """Write the records of a part that were set aside, one JSON object a line."""
@@ -206,14 +207,21 @@ class OutputStore:
             "remove this one if it is no longer needed"
         )
 
+    def _put_whole(self, local: Path, target: str) -> None:
+        staged = f"{target}.{uuid.uuid4().hex}.tmp"
+        try:
+            self._fs.put_file(str(local), staged)
+            _sync(staged)
+            Path(staged).replace(target)
+        finally:
+            Path(staged).unlink(missing_ok=True)
+
     def _strangers(self) -> list[str]:
         with self._errors(""):
             try:
                 entries = self._fs.ls(self._root, detail=False)
             except FileNotFoundError:
                 return []
-            except NotADirectoryError:
-                raise InputError(f"{self.uri} is a file; an output is a folder") from None
             if entries and self._fs.isfile(self._root):
                 raise InputError(f"{self.uri} is a file; an output is a folder")
             names = [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
@@ -291,6 +299,8 @@ def output_error(exc: Exception, where: str) -> SignalBatchError:
     name = type(exc).__name__
     if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
         return OutputError(f"no space left for {where}; free some and run the same command again")
+    if isinstance(exc, NotADirectoryError):
+        return InputError(f"{where} cannot be: a part of that path is a file, not a folder")
     if isinstance(exc, PermissionError) or (isinstance(exc, OSError) and exc.errno in _HOPELESS):
         return OutputError(f"{where} cannot be written: {exc}")
     if "NoCredentials" in name or "PartialCredentials" in name:
@@ -329,12 +339,11 @@ def _link_new(target: Path, payload: bytes) -> None:
         _write_durably(staged, payload)
         try:
             os.link(staged, target)
-        except FileExistsError:
-            raise
-        except OSError:
-            # No hard links here (some network mounts): create-only, if not atomic.
-            with target.open("xb") as stream:
-                stream.write(payload)
+        except OSError as exc:
+            if exc.errno not in _NO_LINKS:
+                raise
+            # Some network mounts: create-only, if not atomic.
+            _write_durably(target, payload)
     finally:
         staged.unlink(missing_ok=True)
 
