@@ -32,7 +32,7 @@ from signal_batch.errors import (
     SpecError,
     UnknownAnnotationError,
 )
-from signal_batch.shards import MemoObjectStore, PooledShardStore, boundary_error
+from signal_batch.shards import MemoObjectStore, PooledShardStore, boundary_error, patiently
 from signal_batch.specs import checked, redact, refuse_credentials
 
 CATALOG = "annotations/catalog.json"
@@ -195,11 +195,11 @@ def _open(uri: str) -> sds.Dataset:
         return sds.open(
             uri, object_store=objects, shard_store=PooledShardStore(objects=objects, root=uri)
         )
-    except FileNotFoundError as exc:
+    except (FileNotFoundError, NotADirectoryError) as exc:
         raise _nothing_there(uri, exc) from exc
     except sds.CorruptDatasetError as exc:
         raise _unreadable(uri, exc) from exc
-    except (ValueError, NotADirectoryError) as exc:
+    except ValueError as exc:
         raise DatasetNotFoundError(f"{redact(uri)} cannot hold a dataset: {exc}") from exc
     except ImportError as exc:
         extra = "s3" if uri.startswith("s3:") else "gcs"
@@ -208,11 +208,14 @@ def _open(uri: str) -> sds.Dataset:
         raise boundary_error(exc, uri) from exc
 
 
-def _nothing_there(uri: str, exc: FileNotFoundError) -> SignalBatchError:
+def _nothing_there(uri: str, exc: OSError) -> SignalBatchError:
     where = redact(uri)
-    missing = str(exc.filename or exc)
-    if not missing.endswith("root.json") and "root.json" not in str(exc):
-        return CorruptDatasetError(f"{where} has a root.json, but {redact(missing)} is missing")
+    if _holds_root(uri):
+        missing = redact(str(exc.filename or exc))
+        return CorruptDatasetError(
+            f"{where} is incomplete: a document that is named from its root.json on is missing "
+            f"({missing})"
+        )
     if "://" in uri:
         return DatasetNotFoundError(
             f"there is no dataset at {where}: no root.json there (wrong bucket or prefix, "
@@ -229,6 +232,14 @@ def _nothing_there(uri: str, exc: FileNotFoundError) -> SignalBatchError:
         f"{where} is not a dataset: the folder holds no root.json (it is written last, "
         f"so the dataset may not have been published yet){hint}"
     )
+
+
+def _holds_root(uri: str) -> bool:
+    try:
+        object_store_for(uri, root_is_directory=True).info(join_uri(uri, "root.json"))
+    except OSError:
+        return False
+    return True
 
 
 def _unreadable(uri: str, exc: Exception) -> SignalBatchError:
@@ -274,13 +285,17 @@ def _foreign_sets(uri: str) -> str:
 
 def _fingerprint(objects: ObjectStore, uri: str) -> str:
     hasher = sha256()
-    root = objects.read(join_uri(uri, "root.json"))
+    root = _read(objects, join_uri(uri, "root.json"))
     hasher.update(root)
-    snapshot = objects.read(_resolve(uri, json.loads(root)["snapshot"]["path"]))
+    snapshot = _read(objects, _resolve(uri, json.loads(root)["snapshot"]["path"]))
     hasher.update(snapshot)
     for page in json.loads(snapshot)["manifests"]:
-        hasher.update(objects.read(_resolve(uri, page["object"]["path"])))
+        hasher.update(_read(objects, _resolve(uri, page["object"]["path"])))
     return hasher.hexdigest()
+
+
+def _read(objects: ObjectStore, uri: str) -> bytes:
+    return patiently(lambda: objects.read(uri), uri)
 
 
 def _resolve(uri: str, path: str) -> str:
@@ -295,7 +310,7 @@ def _pin_annotations(objects: ObjectStore, uri: str, found: sds.AnnotationSet) -
         record_count=len(found),
         root_sha256="",
     )
-    payload = objects.read(join_uri(uri, pin.root_path))
+    payload = _read(objects, join_uri(uri, pin.root_path))
     return pin.model_copy(update={"root_sha256": sha256(payload).hexdigest()})
 
 

@@ -42,6 +42,7 @@ _COMPARE: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
     ">": operator.gt,
 }
+_SUBJECT = "column 'filter': "
 _FORMS = (
     "a filter reads SELECTOR OP VALUE (OP one of == != < <= > >= in), for example "
     "'metadata:snr_db >= 5', or 'annotation:SET status success'"
@@ -141,7 +142,10 @@ def parse_filter(text: str) -> Filter:
     selector, name, value = words
     if name == "status":
         return _status_filter(text, selector, value)
-    column = Column.parse("_value=" + selector if "=" not in selector else selector)
+    try:
+        column = Column.parse(f"filter={selector}")
+    except SpecError as exc:
+        raise SpecError(f"filter {text!r}: {str(exc).removeprefix(_SUBJECT)}") from exc
     if column.selector.is_array:
         raise SpecError(f"filter {text!r}: filters read metadata and annotations, not samples")
     return Filter(text, column, None, _test(text, name, _literal(value)))

@@ -113,9 +113,11 @@ class OutputStore:
 
         Raises `OutputConflictError` where the folder is taken by anything else.
         """
+        strangers = self._strangers()
+        # Read after the listing: an attempt that starts at the same time may claim in between.
         if existing := self.read_claim():
             return self._same_job(existing, document)
-        if strangers := self._strangers():
+        if strangers:
             raise OutputConflictError(
                 f"{self.uri} is not empty and no export of this program: it holds "
                 f"{', '.join(strangers[:5])}. Choose another output folder"
