@@ -20,13 +20,13 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from signal_batch.arrow import to_record_batch
+from signal_batch.batches import Batch
 from signal_batch.errors import CorruptDatasetError, MissingValueError
 from signal_batch.features import Feature, compute, resolve_feature
 from signal_batch.iteration import batches_in_order, iterating
 from signal_batch.parquet import PartFile, write_part
 from signal_batch.pins import Pin
 from signal_batch.plan import Part
-from signal_batch.reading import Batch
 from signal_batch.selection import Selection
 from signal_batch.source import BatchFetcher
 from signal_batch.specs import Column, ExportSpec, canonical_json, checked

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from signal_batch._grain import grain
+from signal_batch.batches import Batch
 from signal_batch.errors import SpecError
-from signal_batch.reading import Batch
 from signal_batch.selection import Selection
 
 Fetch = Callable[[npt.NDArray[np.int64]], Any]

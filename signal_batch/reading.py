@@ -17,13 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import signal_dataset as sds
 
-from signal_batch.decoding import Array, Decoded, FieldSpec, RecordDecoder
-from signal_batch.errors import (
-    CorruptDatasetError,
-    MissingValueError,
-    SpecError,
-    UnknownAnnotationError,
-)
+from signal_batch.assembly import Label, Rows, TensorColumn, objects, value_column
+from signal_batch.batches import Batch
+from signal_batch.decoding import Decoded, FieldSpec, RecordDecoder
+from signal_batch.errors import CorruptDatasetError, UnknownAnnotationError
 from signal_batch.shards import (
     DatasetLayout,
     Ints,
@@ -33,32 +30,9 @@ from signal_batch.shards import (
 )
 from signal_batch.specs import Column, annotation_sets
 
-__all__ = [
-    "AnnotationRow",
-    "Batch",
-    "DatasetLayout",
-    "MetadataRow",
-    "RecordReader",
-    "annotation_rows",
-    "as_ordinals",
-    "look_up",
-    "metadata_rows",
-    "shard_objects",
-]
-
-#: Column name -> array with one entry a record, or a list of arrays where shapes differ.
-Batch = dict[str, Array | list[Array]]
-
 #: Payload bytes held at a time, besides the batch itself.
 _CHUNK_BYTES = 16 << 20
 _STATUSES = frozenset(status.value for status in sds.AnnotationStatus)
-_NAMES_SHOWN = 20
-_NOUNS = {
-    "field": "field",
-    "metadata": "metadata key",
-    "annotation": "value",
-    "annotation-field": "field",
-}
 
 
 class MetadataRow(NamedTuple):
@@ -75,13 +49,6 @@ class AnnotationRow(NamedTuple):
 
     status: str
     values: dict[str, Any]
-
-
-class _Label(NamedTuple):
-    status: str
-    values: dict[str, Any]
-    fields: Mapping[str, FieldSpec]
-    arrays: dict[str, Array]
 
 
 class RecordReader:
@@ -107,9 +74,9 @@ class RecordReader:
         `StorageError` and `IndexError`.
         """
         wanted = as_ordinals(ordinals)
-        rows = _Rows(self._access, wanted)
+        rows = Rows(wanted, self._access.where)
         tensors = [
-            _TensorColumn(column, rows) for column in self._columns if column.selector.is_array
+            TensorColumn(column, rows) for column in self._columns if column.selector.is_array
         ]
         own = [tensor for tensor in tensors if tensor.set_name is None]
         for position, record in self._access.records(wanted, self._fields):
@@ -118,18 +85,18 @@ class RecordReader:
                 tensor.put(position, record.arrays, record.fields)
         for name, labels in self._sets.items():
             rows.labels[name] = self._read_labels(name, labels, rows, tensors)
-        batch: Batch = {"ordinal": wanted, "id": _objects(rows.ids)}
+        batch: Batch = {"ordinal": wanted, "id": objects(rows.ids)}
         built = {tensor.column.name: tensor for tensor in tensors}
         for column in self._columns:
             tensor_column = built.get(column.name)
             batch[column.name] = (
-                _value_column(column, rows) if tensor_column is None else tensor_column.result()
+                value_column(column, rows) if tensor_column is None else tensor_column.result()
             )
         return batch
 
     def _read_labels(
-        self, name: str, labels: _LabelReader, rows: _Rows, tensors: list[_TensorColumn]
-    ) -> list[_Label]:
+        self, name: str, labels: _LabelReader, rows: Rows, tensors: list[TensorColumn]
+    ) -> list[Label]:
         found: list[Any] = [None] * len(rows.ids)
         theirs = [tensor for tensor in tensors if tensor.set_name == name]
         wanted = _names(self._columns, "annotation-field", name)
@@ -186,24 +153,6 @@ def as_ordinals(ordinals: Sequence[int] | npt.NDArray[Any]) -> Ints:
     if found.ndim != 1 or found.dtype.kind not in "iu":
         raise TypeError(f"ordinals are a flat list of integers, not {found.dtype} {found.shape}")
     return found.astype(np.int64)
-
-
-def look_up(values: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path, or None where there is none (or a JSON null).
-
-    A key that itself contains dots wins over nested objects.
-    """
-    value = values.get(path)
-    if value is not None:
-        return value
-    at = path.find(".")
-    while at >= 0:
-        inner = values.get(path[:at])
-        value = look_up(inner, path[at + 1 :]) if isinstance(inner, dict) else None
-        if value is not None:
-            return value
-        at = path.find(".", at + 1)
-    return None
 
 
 class _Access:
@@ -282,7 +231,7 @@ class _LabelReader:
 
     def read(
         self, ordinals: Ints, ids: Sequence[str], fields: Sequence[str]
-    ) -> Iterator[tuple[int, _Label]]:
+    ) -> Iterator[tuple[int, Label]]:
         """Position and row, shard by shard; `ids` are those of the records themselves."""
         check_ordinals(ordinals, self._size)
         shard = np.searchsorted(self._starts, ordinals, "right") - 1
@@ -300,237 +249,6 @@ class _LabelReader:
                         ordinal=ordinal,
                     )
                 yield position, _label(carrier)
-
-
-class _Rows:
-    """What a batch keeps of its records while columns are put together."""
-
-    def __init__(self, access: _Access, ordinals: Ints) -> None:
-        self._access = access
-        self.ordinals = ordinals
-        self.ids: list[str] = [""] * len(ordinals)
-        self.scenes: list[str | None] = [None] * len(ordinals)
-        self.metadata: list[dict[str, Any]] = [{}] * len(ordinals)
-        self.labels: dict[str, list[_Label]] = {}
-
-    def keep(self, position: int, record: Decoded) -> None:
-        self.ids[position] = record.id
-        self.scenes[position] = record.scene_id
-        self.metadata[position] = record.metadata
-
-    def name(self, position: int) -> str:
-        """How an error names a record."""
-        ordinal = int(self.ordinals[position])
-        return f"record {ordinal} (id {self.ids[position]!r}) in {self._access.where(ordinal)}"
-
-
-class _TensorColumn:
-    """One array for the batch while shapes agree, from then on a list of arrays."""
-
-    def __init__(self, column: Column, rows: _Rows) -> None:
-        self.column = column
-        self.set_name = column.selector.set_name
-        self._rows = rows
-        self._path = column.selector.path or ""
-        self._target = None if column.dtype is None else np.dtype(column.dtype)
-        self._dtype: np.dtype[Any] | None = None
-        self._batch: Array | None = None
-        self._items: list[Any] | None = None
-        self._filled: list[int] = []
-
-    def put(
-        self,
-        position: int,
-        arrays: Mapping[str, Array],
-        fields: Mapping[str, FieldSpec],
-        status: str | None = None,
-    ) -> None:
-        array = arrays.get(self._path)
-        if array is None:
-            _raise_missing(self.column, self._rows, position, fields, status)
-        # numpy holds None to equal float64, so the comparison alone would let that one through.
-        if self._dtype is None or array.dtype != self._dtype:
-            array = self._fitted(position, array)
-        if self._items is not None:
-            self._items[position] = array.copy()
-            return
-        if self._batch is None:
-            self._batch = np.empty((len(self._rows.ids), *array.shape), array.dtype)
-        if self._batch.shape[1:] != array.shape:
-            self._go_ragged()
-            self.put(position, {self._path: array}, fields, status)
-            return
-        self._batch[position] = array
-        self._filled.append(position)
-
-    def result(self) -> Array | list[Array]:
-        if self._items is not None:
-            return self._items
-        if self._batch is None:
-            return np.empty(0, self._target or np.float64)
-        return self._batch
-
-    def _go_ragged(self) -> None:
-        assert self._batch is not None
-        self._items = [None] * len(self._rows.ids)
-        for position in self._filled:
-            self._items[position] = self._batch[position].copy()
-        self._batch = None
-
-    def _fitted(self, position: int, array: Array) -> Array:
-        """The array in the column's dtype: the declared one, or that of the first record."""
-        if self._dtype is None:
-            self._dtype = self._target or array.dtype
-            if array.dtype == self._dtype:
-                return array
-        problem = None
-        if self._target is None:
-            problem = f"is {array.dtype} where others are {self._dtype}; declare a dtype"
-        elif not np.can_cast(array.dtype, self._target, "same_kind"):
-            problem = f"is {array.dtype}, which does not convert to {self._target}"
-        elif not _in_range(array, self._target):
-            problem = f"has values outside the range of {self._target}"
-        if problem is not None:
-            raise SpecError(
-                f"column {self.column.name!r}: {self._rows.name(position)}: "
-                f"{self.column.selector} {problem}"
-            )
-        return array.astype(self._dtype)
-
-
-def _in_range(array: Array, target: np.dtype[Any]) -> bool:
-    """Whether a cast of the same kind keeps every value finite and unwrapped."""
-    if np.can_cast(array.dtype, target, "safe"):
-        return True
-    values = array[np.isfinite(array)] if array.dtype.kind == "f" else array
-    if not values.size:
-        return True
-    limits = np.iinfo(target) if target.kind in "iu" else np.finfo(target)
-    # As Python numbers: numpy would cast the other side to the narrower type first.
-    least, most = limits.min, limits.max
-    if target.kind not in "iu":
-        least, most = float(least), float(most)
-    return bool(least <= values.min().item() and values.max().item() <= most)
-
-
-def _value_column(column: Column, rows: _Rows) -> Array:
-    source = column.selector.source
-    if source == "ordinal":
-        return rows.ordinals.copy()
-    if source == "id":
-        return _objects(rows.ids)
-    if source == "scene":
-        return _objects(rows.scenes)
-    path = column.selector.path or ""
-    labels = rows.labels[column.selector.set_name] if column.selector.set_name else None
-    held = rows.metadata if labels is None else [label.values for label in labels]
-    values = [look_up(mapping, path) for mapping in held]
-    for position, value in enumerate(values):
-        if value is None:
-            if not column.has_default:
-                status = None if labels is None else labels[position].status
-                _raise_missing(column, rows, position, held[position], status)
-            values[position] = column.default
-    return _typed(column, rows, values)
-
-
-def _typed(column: Column, rows: _Rows, values: list[Any]) -> Array:
-    dtype = column.dtype or _inferred(set(map(type, values)))
-    if dtype is None:
-        _raise_untyped(column, rows, values)
-    try:
-        return _converted(values, dtype)
-    except (ValueError, OverflowError):
-        for position, value in enumerate(values):
-            try:
-                _converted([value], dtype)
-            except (ValueError, OverflowError) as exc:
-                raise SpecError(
-                    f"column {column.name!r}: {rows.name(position)}: {column.selector} is "
-                    f"{value!r}, {exc}"
-                ) from None
-        raise
-
-
-def _inferred(kinds: set[type]) -> str | None:
-    if kinds == {bool}:
-        return "bool"
-    if kinds == {int}:
-        return "int64"
-    if kinds == {str}:
-        return "str"
-    return "float64" if kinds <= {int, float} else None
-
-
-def _converted(values: list[Any], dtype: str) -> Array:
-    """Values as an array of a declared or inferred dtype; raises `ValueError` if one does not fit.
-
-    None, which only a null default brings in, becomes NaN or stays None among strings.
-    """
-    if dtype == "str":
-        _require(values, (str, type(None)), "not a string")
-        return _objects(values)
-    target = np.dtype(dtype)
-    if target.kind == "b":
-        _require(values, (bool,), "neither true nor false")
-        return np.array(values, target)
-    _require(values, (bool, int, float, type(None)), "not a number")
-    if target.kind == "f":
-        wide = np.array([np.nan if value is None else float(value) for value in values])
-        if not _in_range(wide, target):
-            raise ValueError(f"outside the range of {dtype}")
-        return wide.astype(target)
-    limits = np.iinfo(target)
-    for value in values:
-        if value is None or value != value // 1:
-            raise ValueError(f"not a whole number as {dtype} needs")
-        if not limits.min <= value <= limits.max:
-            raise ValueError(f"outside the range of {dtype}")
-    return np.array([int(value) for value in values], target)
-
-
-def _require(values: list[Any], kinds: tuple[type, ...], problem: str) -> None:
-    if not all(isinstance(value, kinds) for value in values):
-        raise ValueError(problem)
-
-
-def _raise_untyped(column: Column, rows: _Rows, values: list[Any]) -> NoReturn:
-    known = (bool, int, float, str)
-    odd = next((i for i, value in enumerate(values) if type(value) not in known), None)
-    if odd is not None:
-        raise SpecError(
-            f"column {column.name!r}: {rows.name(odd)}: {column.selector} is a JSON "
-            f"{type(values[odd]).__name__}, which is not a single value; name a key inside it"
-        )
-    kinds = ", ".join(sorted({type(value).__name__ for value in values}))
-    other = next(i for i, value in enumerate(values) if type(value) is not type(values[0]))
-    raise SpecError(
-        f"column {column.name!r}: {column.selector} mixes {kinds}: {rows.name(0)} has "
-        f"{values[0]!r}, {rows.name(other)} has {values[other]!r}; declare a dtype"
-    )
-
-
-def _raise_missing(
-    column: Column,
-    rows: _Rows,
-    position: int,
-    present: Mapping[str, Any],
-    status: str | None,
-) -> NoReturn:
-    """Say which record lacks what, what it has instead and what can be done about it."""
-    selector = column.selector
-    what = _NOUNS[selector.source]
-    shown = sorted(present)[:_NAMES_SHOWN]
-    names = ", ".join(shown) + (", ..." if len(present) > len(shown) else "")
-    where, remedy = "", "filter such records out"
-    if status is not None:
-        where = f" in its row of annotation set {selector.set_name!r} (status {status})"
-        remedy += f", for example with --where 'annotation:{selector.set_name} status success'"
-    fix = "Correct the name" if selector.is_array else f"Give the column a default ({selector}?0)"
-    raise MissingValueError(
-        f"{rows.name(position)} has no {what} {selector.path!r}{where}; "
-        f"it has: {names or 'none'}. {fix} or {remedy}."
-    )
 
 
 def _raise_damaged(
@@ -562,11 +280,11 @@ def _row_problem(carrier: Decoded, ordinal: int, record_id: str) -> str | None:
     return None
 
 
-def _label(carrier: Decoded) -> _Label:
+def _label(carrier: Decoded) -> Label:
     body = carrier.metadata["annotation"]
     empty = body["empty_fields"]
     fields, arrays = ({}, {}) if empty else (carrier.fields, carrier.arrays)
-    return _Label(body["status"], body.get("values", {}), fields, arrays)
+    return Label(body["status"], body.get("values", {}), fields, arrays)
 
 
 def _groups(shard: Ints, local: Ints) -> list[Ints]:
@@ -580,12 +298,6 @@ def _groups(shard: Ints, local: Ints) -> list[Ints]:
 def _names(columns: Sequence[Column], source: str, set_name: str | None) -> tuple[str, ...]:
     chosen = (c.selector for c in columns if c.selector.source == source)
     return tuple(sorted({str(s.path) for s in chosen if s.set_name == set_name}))
-
-
-def _objects(values: Sequence[Any]) -> Array:
-    found = np.empty(len(values), object)
-    found[:] = values
-    return found
 
 
 _shared: WeakKeyDictionary[sds.Dataset, dict[bool, _Access]] = WeakKeyDictionary()

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from signal_batch.batches import Batch
+from signal_batch.errors import SpecError
 from signal_batch.pins import Pin, PinnedDataset, reopen
-from signal_batch.reading import Batch, RecordReader
+from signal_batch.reading import RecordReader
 from signal_batch.selection import Selection
 from signal_batch.specs import Column, annotation_sets
 
@@ -31,7 +33,10 @@ class BatchFetcher:
     def __init__(self, pin: Pin, columns: Sequence[Column], *, safe_decode: bool = False) -> None:
         missing = set(annotation_sets(tuple(columns))) - {item.name for item in pin.annotations}
         if missing:
-            raise ValueError(f"columns read annotation sets that are not pinned: {sorted(missing)}")
+            raise SpecError(
+                f"columns read annotation sets that are not pinned: {', '.join(sorted(missing))}; "
+                "name them when the dataset is pinned"
+            )
         self.pin = pin
         self.columns = tuple(columns)
         self.safe_decode = safe_decode
@@ -98,7 +103,8 @@ class SDSSource:
         safe_decode: bool = False,
     ) -> None:
         self._fetch = BatchFetcher(pin, columns, safe_decode=safe_decode)
-        self._selection = selection or Selection.all_of(pin.record_count)
+        everything = Selection.all_of(pin.record_count)
+        self._selection = everything if selection is None else selection
         self._adapt = adapt
 
     @property

@@ -16,6 +16,7 @@ from signal_dataset.record.codec import SafeTensorsRecordCodec
 from signal_dataset.storage import ArrayRecordShardStore, object_store_for
 
 from signal_batch import reading, shards
+from signal_batch.assembly import look_up
 from signal_batch.errors import (
     CorruptDatasetError,
     MissingValueError,
@@ -27,7 +28,6 @@ from signal_batch.reading import (
     RecordReader,
     annotation_rows,
     as_ordinals,
-    look_up,
     metadata_rows,
     shard_objects,
 )
