@@ -45,6 +45,14 @@ class Rows:
         self.metadata: list[dict[str, Any]] = [{}] * len(ordinals)
         self.labels: dict[str, list[Label]] = {}
 
+    def part(self, positions: Ints) -> Rows:
+        """The rows at some positions, without annotation rows."""
+        part = Rows(self.ordinals[positions], self._where)
+        for name in ("ids", "scenes", "metadata"):
+            own = getattr(self, name)
+            setattr(part, name, [own[position] for position in positions.tolist()])
+        return part
+
     def keep(self, position: int, record: Decoded) -> None:
         self.ids[position] = record.id
         self.scenes[position] = record.scene_id

@@ -8,31 +8,22 @@ checked to be the rows of the records beside them.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, NoReturn
-from weakref import WeakKeyDictionary
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import signal_dataset as sds
 
+from signal_batch.access import LabelReader, access_to
 from signal_batch.assembly import Label, Rows, TensorColumn, objects, value_column
-from signal_batch.batches import Batch
-from signal_batch.decoding import Decoded, FieldSpec, RecordDecoder
-from signal_batch.errors import CorruptDatasetError, UnknownAnnotationError
-from signal_batch.shards import (
-    DatasetLayout,
-    Ints,
-    PayloadReader,
-    StoredObject,
-    check_ordinals,
-)
+from signal_batch.batches import Array, Batch
+from signal_batch.decoding import FieldSpec
+from signal_batch.shards import Ints
 from signal_batch.specs import Column, annotation_sets
 
-#: Payload bytes held at a time, besides the batch itself.
-_CHUNK_BYTES = 16 << 20
-_STATUSES = frozenset(status.value for status in sds.AnnotationStatus)
+#: Annotation values are kept in memory if those of the whole set take no more than this.
+KNOWN_VALUES_BYTES = 64 << 20
 
 
 class MetadataRow(NamedTuple):
@@ -58,11 +49,16 @@ class RecordReader:
         self, dataset: sds.Dataset, columns: Sequence[Column], *, safe_decode: bool = False
     ) -> None:
         self._columns = tuple(columns)
-        self._access = _access(dataset, safe_decode)
+        self._access = access_to(dataset, safe_decode)
         self._sets = {
             name: self._access.labels(dataset, name) for name in annotation_sets(self._columns)
         }
         self._fields = _names(self._columns, "field", None)
+        self._known = {
+            name: _KnownValues(columns, len(dataset))
+            for name in self._sets
+            if _fits(columns := _of_set(self._columns, name), len(dataset))
+        }
 
     def read(self, ordinals: Sequence[int] | npt.NDArray[Any]) -> Batch:
         """Columns of the records `ordinals`, in their order, repeats included.
@@ -83,19 +79,23 @@ class RecordReader:
             rows.keep(position, record)
             for tensor in own:
                 tensor.put(position, record.arrays, record.fields)
+        built: dict[str, Any] = {}
         for name, labels in self._sets.items():
-            rows.labels[name] = self._read_labels(name, labels, rows, tensors)
+            known = self._known.get(name)
+            if known is None:
+                rows.labels[name] = self._read_labels(name, labels, rows, tensors)
+            else:
+                self._learn(name, labels, rows, known)
+                built |= known.of(wanted)
+        built |= {tensor.column.name: tensor.result() for tensor in tensors}
         batch: Batch = {"ordinal": wanted, "id": objects(rows.ids)}
-        built = {tensor.column.name: tensor for tensor in tensors}
         for column in self._columns:
-            tensor_column = built.get(column.name)
-            batch[column.name] = (
-                value_column(column, rows) if tensor_column is None else tensor_column.result()
-            )
+            values = built.get(column.name)
+            batch[column.name] = value_column(column, rows) if values is None else values
         return batch
 
     def _read_labels(
-        self, name: str, labels: _LabelReader, rows: Rows, tensors: list[TensorColumn]
+        self, name: str, labels: LabelReader, rows: Rows, tensors: list[TensorColumn]
     ) -> list[Label]:
         found: list[Any] = [None] * len(rows.ids)
         theirs = [tensor for tensor in tensors if tensor.set_name == name]
@@ -106,12 +106,55 @@ class RecordReader:
             found[position] = label._replace(arrays={})
         return found
 
+    def _learn(self, name: str, labels: LabelReader, rows: Rows, known: _KnownValues) -> None:
+        """Read the rows of a set that were not read before, and keep their values."""
+        new = rows.part(known.unknown(rows.ordinals))
+        if new.ids:
+            new.labels[name] = self._read_labels(name, labels, new, [])
+            known.keep(new.ordinals, {c.name: value_column(c, new) for c in known.columns})
+
+
+class _KnownValues:
+    """The values of a set's columns by ordinal, as far as they were read.
+
+    An annotation row never changes, so a later epoch need not read it again. Values are in place
+    before they are marked as known; two threads that read the same row store the same values.
+    """
+
+    def __init__(self, columns: Sequence[Column], records: int) -> None:
+        self.columns = tuple(columns)
+        self._values = {c.name: np.zeros(records, np.dtype(c.dtype)) for c in columns}
+        self._known = np.zeros(records, np.bool_)
+
+    def unknown(self, ordinals: Ints) -> Ints:
+        """Positions in `ordinals` whose values must be read."""
+        return np.flatnonzero(~self._known[ordinals])
+
+    def keep(self, ordinals: Ints, values: Mapping[str, Array]) -> None:
+        for name, found in values.items():
+            self._values[name][ordinals] = found
+        self._known[ordinals] = True
+
+    def of(self, ordinals: Ints) -> dict[str, Array]:
+        return {name: values[ordinals] for name, values in self._values.items()}
+
+
+def _of_set(columns: Sequence[Column], name: str) -> tuple[Column, ...]:
+    return tuple(column for column in columns if column.selector.set_name == name)
+
+
+def _fits(columns: Sequence[Column], records: int) -> bool:
+    """Whether a set's columns may be kept: plain numbers of a declared dtype, in all small."""
+    if not all(c.selector.source == "annotation" and c.dtype not in (None, "str") for c in columns):
+        return False
+    return records * sum(np.dtype(c.dtype).itemsize for c in columns) <= KNOWN_VALUES_BYTES
+
 
 def metadata_rows(dataset: sds.Dataset, ordinals: Sequence[int] | Ints) -> list[MetadataRow]:
     """Id, scene, metadata and field shapes of records, without reading a sample."""
     wanted = as_ordinals(ordinals)
     found: list[Any] = [None] * len(wanted)
-    for position, record in _access(dataset).records(wanted, ()):
+    for position, record in access_to(dataset).records(wanted, ()):
         found[position] = MetadataRow(*record[:4])
     return found
 
@@ -129,20 +172,12 @@ def annotation_rows(
     read from the dataset if the caller does not have them.
     """
     wanted = as_ordinals(ordinals)
-    access = _access(dataset)
+    access = access_to(dataset)
     known = [row.id for row in metadata_rows(dataset, wanted)] if ids is None else ids
     found: list[Any] = [None] * len(wanted)
     for position, label in access.labels(dataset, set_name).read(wanted, known, ()):
         found[position] = AnnotationRow(label.status, label.values)
     return found
-
-
-def shard_objects(dataset: sds.Dataset) -> list[tuple[str, int]]:
-    """URI and declared size of every data and metadata shard object, in manifest order."""
-    layout = _access(dataset).layout
-    layout.table()
-    objects = (item for shard in layout.shards for item in shard)
-    return list(dict.fromkeys((item.uri, item.stored_bytes) for item in objects))
 
 
 def as_ordinals(ordinals: Sequence[int] | npt.NDArray[Any]) -> Ints:
@@ -155,158 +190,6 @@ def as_ordinals(ordinals: Sequence[int] | npt.NDArray[Any]) -> Ints:
     return found.astype(np.int64)
 
 
-class _Access:
-    """What all readers of one open dataset share: its layout, checked shards and decoder."""
-
-    def __init__(self, dataset: sds.Dataset, safe: bool) -> None:
-        options = dataset.storage_options
-        self.layout = DatasetLayout(dataset)
-        self.payloads = PayloadReader(dataset)
-        self.decoder = RecordDecoder(
-            resources=options.resources, control=options.control, safe=safe
-        )
-        self._labels: dict[str, _LabelReader] = {}
-        self._typical_bytes = 1 << 20
-
-    def labels(self, dataset: sds.Dataset, name: str) -> _LabelReader:
-        if name not in dataset.annotations:
-            known = ", ".join(sorted(dataset.annotations)) or "none"
-            raise UnknownAnnotationError(
-                f"{dataset.root} has no annotation set {name!r}; it has: {known}"
-            )
-        return self._labels.setdefault(name, _LabelReader(self, dataset.annotations[name]))
-
-    def records(self, ordinals: Ints, fields: Sequence[str]) -> Iterator[tuple[int, Decoded]]:
-        """Position in `ordinals` and record, shard by shard; rows of metadata without `fields`."""
-        shard, local = self.layout.locate(ordinals)
-        for positions in _groups(shard, local):
-            pair = self.layout.shards[shard[positions[0]]]
-            source = pair.data if fields else pair.metadata
-            yield from self.decoded(source, positions, local, ordinals, fields, row=not fields)
-
-    def decoded(
-        self,
-        source: StoredObject,
-        positions: Ints,
-        local: Ints,
-        ordinals: Ints,
-        fields: Sequence[str],
-        *,
-        row: bool,
-    ) -> Iterator[tuple[int, Decoded]]:
-        decoder = self.decoder
-        start = 0
-        while start < len(positions):
-            count = max(1, _CHUNK_BYTES // self._typical_bytes)
-            chunk = positions[start : start + count]
-            start += count
-            indices, wanted = local[chunk].tolist(), ordinals[chunk].tolist()
-            payloads = self.payloads.read(source, indices, wanted)
-            self._typical_bytes = max(1, max(map(len, payloads)))
-            for number, (position, payload) in enumerate(
-                zip(chunk.tolist(), payloads, strict=True)
-            ):
-                try:
-                    record = decoder.decode_row(payload) if row else decoder.decode(payload, fields)
-                except CorruptDatasetError as exc:
-                    _raise_damaged(source, indices[number], wanted[number], exc)
-                yield position, record
-
-    def where(self, ordinal: int) -> str:
-        """URI of the data shard that holds a record."""
-        shard, _ = self.layout.locate(np.array([ordinal]))
-        return self.layout.shards[int(shard[0])].data.uri
-
-
-class _LabelReader:
-    """Reads the rows of one annotation set, which is dense: one row for every ordinal."""
-
-    def __init__(self, access: _Access, labels: sds.AnnotationSet) -> None:
-        self._access = access
-        self._name = labels.name
-        self._size = len(labels)
-        shards = labels._specification.shards
-        self._starts = np.array([shard.first_ordinal for shard in shards], np.int64)
-        self._sources = [StoredObject.of(labels.root, shard.object) for shard in shards]
-
-    def read(
-        self, ordinals: Ints, ids: Sequence[str], fields: Sequence[str]
-    ) -> Iterator[tuple[int, Label]]:
-        """Position and row, shard by shard; `ids` are those of the records themselves."""
-        check_ordinals(ordinals, self._size)
-        shard = np.searchsorted(self._starts, ordinals, "right") - 1
-        local = ordinals - self._starts[shard]
-        for positions in _groups(shard, local):
-            source = self._sources[shard[positions[0]]]
-            rows = self._access.decoded(source, positions, local, ordinals, fields, row=False)
-            for position, carrier in rows:
-                ordinal = int(ordinals[position])
-                problem = _row_problem(carrier, ordinal, ids[position])
-                if problem:
-                    raise CorruptDatasetError(
-                        f"annotation set {self._name!r}, row of record {ordinal} in {source.uri}: "
-                        f"{problem}",
-                        ordinal=ordinal,
-                    )
-                yield position, _label(carrier)
-
-
-def _raise_damaged(
-    source: StoredObject, index: int, ordinal: int, exc: CorruptDatasetError
-) -> NoReturn:
-    raise CorruptDatasetError(
-        f"record {ordinal} (index {index} of shard {source.uri}): {exc}", ordinal=ordinal
-    ) from exc
-
-
-def _row_problem(carrier: Decoded, ordinal: int, record_id: str) -> str | None:
-    """What is wrong with an annotation row, by the same rules as the library's own reader."""
-    body = carrier.metadata.get("annotation")
-    if not isinstance(body, dict):
-        return "it has no annotation object"
-    index, status, detail = body.get("source_index"), body.get("status"), body.get("detail_status")
-    if type(index) is not int or type(status) is not str or status not in _STATUSES:
-        return f"source_index {index!r} or status {status!r} is not valid"
-    if not isinstance(body.get("values", {}), dict):
-        return "its values are not an object"
-    if not isinstance(body.get("provenance", {}), dict):
-        return "its provenance is not an object"
-    if type(body.get("empty_fields")) is not bool:
-        return "empty_fields is not true or false"
-    if detail is not None and (type(detail) is not str or not detail):
-        return f"detail_status {detail!r} is not valid"
-    if index != ordinal or carrier.id != record_id:
-        return f"it belongs to record {index} (id {carrier.id!r}), not to {record_id!r}"
-    return None
-
-
-def _label(carrier: Decoded) -> Label:
-    body = carrier.metadata["annotation"]
-    empty = body["empty_fields"]
-    fields, arrays = ({}, {}) if empty else (carrier.fields, carrier.arrays)
-    return Label(body["status"], body.get("values", {}), fields, arrays)
-
-
-def _groups(shard: Ints, local: Ints) -> list[Ints]:
-    """Positions by shard, within a shard in storage order."""
-    if not len(shard):
-        return []
-    order = np.lexsort((local, shard))
-    return np.split(order, np.flatnonzero(np.diff(shard[order])) + 1)
-
-
 def _names(columns: Sequence[Column], source: str, set_name: str | None) -> tuple[str, ...]:
     chosen = (c.selector for c in columns if c.selector.source == source)
     return tuple(sorted({str(s.path) for s in chosen if s.set_name == set_name}))
-
-
-_shared: WeakKeyDictionary[sds.Dataset, dict[bool, _Access]] = WeakKeyDictionary()
-_shared_lock = threading.Lock()
-
-
-def _access(dataset: sds.Dataset, safe: bool = False) -> _Access:
-    with _shared_lock:
-        known = _shared.setdefault(dataset, {})
-        if safe not in known:
-            known[safe] = _Access(dataset, safe)
-        return known[safe]

@@ -15,7 +15,7 @@ from signal_dataset.annotation.codec import SafeTensorsAnnotationCodec
 from signal_dataset.record.codec import SafeTensorsRecordCodec
 from signal_dataset.storage import ArrayRecordShardStore, object_store_for
 
-from signal_batch import reading, shards
+from signal_batch import access, reading, shards
 from signal_batch.assembly import look_up
 from signal_batch.errors import (
     CorruptDatasetError,
@@ -29,7 +29,6 @@ from signal_batch.reading import (
     annotation_rows,
     as_ordinals,
     metadata_rows,
-    shard_objects,
 )
 from signal_batch.shards import MemoObjectStore, PooledShardStore
 from signal_batch.specs import Column
@@ -253,7 +252,7 @@ def test_ordinals_outside_the_dataset(dataset: sds.Dataset, wrong: int) -> None:
 def test_reads_in_bounded_chunks(
     root: Path, dataset: sds.Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_CHUNK_BYTES", 2500)
+    monkeypatch.setattr(access, "_CHUNK_BYTES", 2500)
     calls: list[int] = []
     whole = PooledShardStore.read_many
 
@@ -364,13 +363,6 @@ def test_annotation_rows(root: Path, dataset: sds.Dataset) -> None:
         CorruptDatasetError, match=r"belongs to record 22 \(id 'r022'\), not to 'x'"
     ):
         annotation_rows(dataset, "review-v1", [22], ids=["x"])
-
-
-def test_shard_objects(root: Path, dataset: sds.Dataset) -> None:
-    found = shard_objects(dataset)
-    assert len(found) == 10
-    for uri, size in found:
-        assert Path(uri).stat().st_size == size
 
 
 def test_an_unknown_annotation_set(dataset: sds.Dataset) -> None:
@@ -822,3 +814,27 @@ def test_threads_meeting_damage(victim: Path) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(check, range(8)))
+
+
+def test_annotation_values_are_read_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number of a small set is kept, so that a later epoch reads the record alone."""
+    dataset = sds.open(str(root))
+    reader = RecordReader(dataset, [Column.parse("x=annotation:review-v1/label:int16?-1")])
+    expected = [row.values.get("label", -1) for row in dataset.annotations["review-v1"]]
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        ordinals = rng.integers(0, len(dataset), 40)
+        assert reader.read(ordinals)["x"].tolist() == [expected[i] for i in ordinals]
+    reader.read(np.arange(len(dataset)))
+    monkeypatch.setattr(access.LabelReader, "read", lambda *a: pytest.fail("read again"))
+    assert reader.read(np.arange(len(dataset)))["x"].tolist() == expected
+
+
+def test_values_that_take_too_much_are_not_kept(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "KNOWN_VALUES_BYTES", 10)
+    dataset = sds.open(str(root))
+    reader = RecordReader(dataset, [Column.parse("x=annotation:review-v1/label:int16?-1")])
+    assert not reader._known
+    assert len(reader.read([1, 2])["x"]) == 2
