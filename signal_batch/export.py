@@ -1,5 +1,8 @@
 """One part: read its records, compute features, write one Parquet file, leave a receipt.
 
+Reading, computing and writing overlap, each in a thread of its own, with a bound on the bytes
+that wait in between.
+
 The order of steps is what makes a crash harmless: the Parquet file is finished and hashed in
 local temporary storage, put under a name that carries its hash, and only then the receipt is
 written. Whoever dies in between leaves a file that no receipt names.
@@ -11,6 +14,8 @@ import base64
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from operator import attrgetter
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -30,10 +35,15 @@ from signal_batch.plan import Part
 from signal_batch.selection import Selection
 from signal_batch.source import BatchFetcher
 from signal_batch.specs import Column, ExportSpec, canonical_json, checked
+from signal_batch.stages import overlapped
 from signal_batch.store import OutputStore, Receipt
 
 Progress = Callable[[int], None]
 UNREADABLE = (CorruptDatasetError, MissingValueError)
+
+#: Bytes that wait between two steps of a worker: read but not computed, computed but not written.
+WAITING_BYTES = 32 << 20
+MOST_WAITING_BATCHES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,12 @@ class WorkOrder:
     parts: tuple[Part, ...]
     runs: tuple[Selection, ...]
 
+    @property
+    def prefetch_batches(self) -> int:
+        """Batches to read ahead, so that about `WAITING_BYTES` of stored records wait."""
+        batch_bytes = self.batch_rows * self.pin.record_bytes
+        return int(max(1, min(MOST_WAITING_BATCHES, WAITING_BYTES // batch_bytes)))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "spec": self.spec.model_dump(mode="json"),
@@ -68,6 +84,15 @@ class WorkOrder:
                 for part, runs in zip(self.parts, self.runs, strict=True)
             ],
         }
+
+    def first_after(self, part: Part) -> npt.NDArray[np.int64]:
+        """The ordinal that the next part begins with, if there is a next one; int64 (0 or 1,)."""
+        later = (
+            runs
+            for other, runs in zip(self.parts, self.runs, strict=True)
+            if other.index > part.index
+        )
+        return np.array([runs.ordinal_at(0) for runs in islice(later, 1)], np.int64)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
@@ -104,6 +129,8 @@ class PartExporter:
         self._fetch = BatchFetcher(
             order.pin, order.columns, safe_decode=order.spec.execution.safe_decode
         )
+        # Opened only where there is something to set aside: reads metadata rows, not samples.
+        self._identities = BatchFetcher(order.pin, ())
 
     def export(self, part: Part, selection: Selection, progress: Progress) -> Receipt:
         """Write one part and return the receipt that stands for it.
@@ -113,27 +140,38 @@ class PartExporter:
         the ceiling.
         """
         order = self._order
-        aside = _SetAside(order, part)
+        aside = _SetAside(order, part, self._identities)
+        self._fetch.expect(np.append(selection.ordinals(), order.first_after(part)))
         with tempfile.TemporaryDirectory(prefix="signal-batch-") as folder:
             local = Path(folder) / "part.parquet"
-            written = write_part(
-                local,
-                self._record_batches(selection, aside, progress),
-                part_schema(order.schema, part),
-                compression=order.spec.compression,
-                row_group_bytes=order.spec.row_group_bytes,
-            )
+            computed = self._record_batches(selection, aside, progress)
+            with overlapped(computed, attrgetter("nbytes"), WAITING_BYTES) as batches:
+                written = write_part(
+                    local,
+                    batches,
+                    part_schema(order.schema, part),
+                    compression=order.spec.compression,
+                    row_group_bytes=order.spec.row_group_bytes,
+                )
             name = f"{part.name}-{written.sha256[:12]}.parquet"
             self._store.put_part(local, name)
         if aside.lines and order.spec.on_error == "quarantine":
             self._store.put_quarantine(part.name, aside.lines)
-        return self._store.add_receipt(_receipt(order.run_key, part, name, written, aside))
+        receipt = self._store.add_receipt(_receipt(order.run_key, part, name, written, aside))
+        if receipt.file != name:  # another attempt was first, and no receipt names our file
+            self._store.remove_data([name])
+        return receipt
 
     def _record_batches(
         self, selection: Selection, aside: _SetAside, progress: Progress
     ) -> Iterator[pa.RecordBatch]:
         order = self._order
-        pipeline = batches_in_order(selection, _Tolerant(self._fetch, aside), order.batch_rows)
+        pipeline = batches_in_order(
+            selection,
+            _Tolerant(self._fetch, aside),
+            order.batch_rows,
+            prefetch_batches=order.prefetch_batches,
+        )
         with iterating(pipeline) as batches:
             for batch, rows in batches:
                 if batch is not None:
@@ -150,6 +188,7 @@ class PartExporter:
         trace: TracebackType | None,
     ) -> None:
         self._fetch.close()
+        self._identities.close()
 
 
 def features_of(
@@ -181,8 +220,9 @@ def decode_schema(text: str) -> pa.Schema:
 class _SetAside:
     """The unreadable records of one part, and the limit beyond which they are an error."""
 
-    def __init__(self, order: WorkOrder, part: Part) -> None:
+    def __init__(self, order: WorkOrder, part: Part, identities: BatchFetcher) -> None:
         self.lines: list[dict[str, Any]] = []
+        self._identities = identities
         self.fails = order.spec.on_error == "fail"
         self._limit = order.bad_limit
         self._part = part
@@ -190,13 +230,26 @@ class _SetAside:
     def add(self, ordinal: int, exc: Exception) -> None:
         if self.fails:
             raise exc
-        self.lines.append({"ordinal": ordinal, "error": type(exc).__name__, "message": str(exc)})
+        self.lines.append(
+            {
+                "ordinal": ordinal,
+                "id": self._id_of(ordinal),
+                "error": type(exc).__name__,
+                "message": str(exc),
+            }
+        )
         if len(self.lines) > self._limit:
             raise CorruptDatasetError(
                 f"{len(self.lines)} records of {self._part.name} alone cannot be read, more than "
                 f"the {self._limit} that max_bad_fraction allows in all; the last one: {exc}",
                 ordinal=ordinal,
             ) from exc
+
+    def _id_of(self, ordinal: int) -> str | None:
+        try:
+            return str(self._identities([ordinal])["id"][0])
+        except UNREADABLE:
+            return None
 
 
 class _Tolerant:

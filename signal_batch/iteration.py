@@ -19,6 +19,7 @@ from signal_batch._grain import grain
 from signal_batch.batches import Batch
 from signal_batch.errors import SpecError
 from signal_batch.selection import Selection
+from signal_batch.shuffling import BlockShuffle, BlockShuffledMapDataset
 
 Fetch = Callable[[npt.NDArray[np.int64]], Any]
 Transform = Callable[[Batch], Any]
@@ -72,31 +73,36 @@ def training_batches(
     rank: int = 0,
     world: int = 1,
     transform: Transform | None = None,
+    block_shuffle: BlockShuffle | None = None,
     threads: int = 1,
     prefetch_batches: int = 4,
 ) -> grain.IterDataset:
     """Batches of the global training order, from a cursor, for one of `world` ranks.
 
     The order is a shuffle of the selection, another one each epoch, and every record comes once
-    an epoch. `batch_size` is that of one rank; a global step takes `batch_size * world`
-    records, and records that do not fill a global step at the very end are left out, so all
-    ranks take the same number of steps. `cursor` counts records of the global order that are
-    already done and must be whole global steps. Each batch carries `position` (int64), the place
-    of each record in the global order, which keys whatever is random about it: see `rng_at`.
+    an epoch; `block_shuffle` gives one that respects storage, see `signal_batch.shuffling`.
+    `batch_size` is that of one rank; a global step takes `batch_size * world` records, and
+    records that do not fill a global step at the very end are left out, so all ranks take the
+    same number of steps. `cursor` counts records of the global order that are already done and
+    must be whole global steps. Each batch carries `position` (int64), the place of each record
+    in the global order, which keys whatever is random about it: see `rng_at`.
 
     Raises:
-        SpecError: a cursor inside a step, a rank out of range, or fewer records than a step.
+        SpecError: a cursor inside a step, a rank or a number out of range, or fewer records in
+            all epochs than a step takes.
     """
-    step = batch_size * world
-    _check_training(selection, step, cursor, rank, world)
     total = None if epochs is None else epochs * len(selection)
+    _check_training(batch_size, rank, world, seed)
+    step = batch_size * world
+    _check_length(selection, total, step, cursor)
     stop = None if total is None else cursor + max(0, total - cursor) // step * step
-    positioned = (
-        grain.MapDataset.source(OrdinalSource(selection))
-        .shuffle(seed=seed)
-        .map_with_index(_with_position)
-        .repeat(epochs)
+    ordinals = grain.MapDataset.source(OrdinalSource(selection))
+    shuffled = (
+        ordinals.shuffle(seed=seed)
+        if block_shuffle is None
+        else BlockShuffledMapDataset(ordinals, selection, block_shuffle, seed=seed)
     )
+    positioned = shuffled.map_with_index(_with_position).repeat(epochs)
     batches = positioned[cursor:stop][rank::world].batch(batch_size, batch_fn=np.array)
     fetched = batches.map(_PositionedFetch(fetch))
     if transform is not None:
@@ -148,10 +154,21 @@ def _read_options(threads: int, prefetch_batches: int) -> grain.ReadOptions:
     return grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch_batches)
 
 
-def _check_training(selection: Selection, step: int, cursor: int, rank: int, world: int) -> None:
+def _check_training(batch_size: int, rank: int, world: int, seed: int) -> None:
+    if batch_size < 1:
+        raise SpecError(f"a batch needs at least one record, not {batch_size}")
     if not 0 <= rank < world:
         raise SpecError(f"rank {rank} is not one of {world} ranks (0 to {world - 1})")
-    if cursor < 0 or cursor % step:
-        raise SpecError(f"cursor {cursor} is not a whole number of global steps of {step} records")
+    if not 0 <= seed < 1 << 32:
+        raise SpecError(f"seed must be a whole number from 0 to 2**32 - 1, not {seed}")
+
+
+def _check_length(selection: Selection, total: int | None, step: int, cursor: int) -> None:
     if len(selection) < 1:
         raise SpecError("there are no records to train on")
+    if total is not None and total < 1:
+        raise SpecError("training takes at least one epoch")
+    if total is not None and total < step:
+        raise SpecError(f"a global step takes {step} records, but all epochs have {total} in all")
+    if cursor < 0 or cursor % step:
+        raise SpecError(f"cursor {cursor} is not a whole number of global steps of {step} records")

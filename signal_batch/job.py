@@ -157,7 +157,7 @@ def plan(spec: ExportSpec, pin: Pin, selection: Selection) -> ExportJob:
     Raises what reading, the feature function or the schema raises on the probe.
     """
     feature = resolve_feature(spec.features, spec.feature_args)
-    record_bytes = _record_bytes(pin)
+    record_bytes = pin.record_bytes
     ordinals = _probe_ordinals(selection, record_bytes)
     pinned = reopen(pin)
     try:
@@ -214,14 +214,20 @@ def claim(job: ExportJob) -> ExportJob:
 
 
 def _as_planned(job: ExportJob, standing: Mapping[str, Any]) -> ExportJob:
-    planned = standing["plan"]
-    return replace(
-        job,
-        columns=tuple(Column.parse(text) for text in planned["columns"]),
-        schema=decode_schema(planned["schema"]),
-        batch_rows=planned["batch_rows"],
-        part_rows=planned["part_rows"],
-    )
+    try:
+        planned = standing["plan"]
+        return replace(
+            job,
+            columns=tuple(Column.parse(text) for text in planned["columns"]),
+            schema=decode_schema(planned["schema"]),
+            batch_rows=planned["batch_rows"],
+            part_rows=planned["part_rows"],
+        )
+    except (KeyError, TypeError, ValueError, pa.ArrowException) as exc:
+        raise DamagedOutputError(
+            f"{job.spec.output}/_spec.json does not hold the plan of this job: {exc!r}; remove "
+            "that output, or choose another"
+        ) from exc
 
 
 def peek(job: ExportJob) -> ExportJob:
@@ -237,7 +243,7 @@ def progress_of(job: ExportJob) -> Progress:
     parts = job.parts
     missing = [part for part in parts if part.index not in receipts]
     return Progress(
-        shards=group_into_shards(missing, job.spec.execution.workers, _record_bytes(job.pin)),
+        shards=group_into_shards(missing, job.spec.execution.workers, job.pin.record_bytes),
         done_rows=sum(part.rows for part in parts) - sum(part.rows for part in missing),
         manifest=None if missing else store.read_manifest(),
     )
@@ -294,11 +300,6 @@ class _FilterReader:
         if reader is None:
             reader = self._readers[item.text] = RecordReader(self._dataset, (item.column,))
         return list(reader.read(ordinals)[item.column.name])
-
-
-def _record_bytes(pin: Pin) -> float:
-    """Stored bytes of an average record."""
-    return max(1.0, pin.stored_bytes / max(1, pin.record_count))
 
 
 def _probe_ordinals(selection: Selection, record_bytes: float) -> npt.NDArray[np.int64]:

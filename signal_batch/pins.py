@@ -34,6 +34,7 @@ from signal_batch.errors import (
 )
 from signal_batch.shards import MemoObjectStore, PooledShardStore, boundary_error, patiently
 from signal_batch.specs import checked, redact, refuse_credentials
+from signal_batch.staging import SharedShardCache
 
 CATALOG = "annotations/catalog.json"
 SCHEMES = ("", "s3", "gs")
@@ -69,6 +70,11 @@ class Pin(_Frozen):
     fingerprint: str
     annotations: tuple[AnnotationPin, ...] = ()
     catalog_revision: str | None = None
+
+    @property
+    def record_bytes(self) -> float:
+        """Stored bytes of an average record, at least 1."""
+        return max(1.0, self.stored_bytes / max(1, self.record_count))
 
     def identity(self) -> dict[str, Any]:
         """What enters the run key: digests, no location and no catalog revision."""
@@ -192,9 +198,8 @@ def absolute_uri(uri: str) -> str:
 def _open(uri: str) -> sds.Dataset:
     try:
         objects = MemoObjectStore(object_store_for(uri, root_is_directory=True))
-        return sds.open(
-            uri, object_store=objects, shard_store=PooledShardStore(objects=objects, root=uri)
-        )
+        staging = SharedShardCache(objects=objects, root=uri)
+        return sds.open(uri, object_store=objects, shard_store=PooledShardStore(staging=staging))
     except (FileNotFoundError, NotADirectoryError) as exc:
         raise _nothing_there(uri, exc) from exc
     except sds.CorruptDatasetError as exc:
