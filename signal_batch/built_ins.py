@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
-from scipy import fft, signal
+import scipy  # its parts load when first used: scipy.signal alone takes half a second
 
 from signal_batch.batches import Array, Batch
 from signal_batch.errors import SpecError
@@ -112,7 +112,7 @@ def spectrogram(
     step = max(1, size // 2) if hop is None else hop
     weights, scale = _window(samples, window, size, scaling, sample_rate_hz)
     spectrum = _Spectrum(weights, step, nfft or size, scale)
-    slices = signal.ShortTimeFFT(weights, step, sample_rate_hz, fft_mode="twosided")
+    slices = scipy.signal.ShortTimeFFT(weights, step, sample_rate_hz, fft_mode="twosided")
     padding = ((0, 0), (-slices.k_min, max(0, slices.k_max(length) - length)))
 
     def power(x: Array) -> dict[str, Array]:
@@ -220,10 +220,14 @@ class _Spectrum:
     def power(self, segments: Array) -> Array:
         """Scaled power (R, S, F) of segments (R, S, size)."""
         if self.detrend:
-            segments = signal.detrend(segments, axis=-1, type=self.detrend)
+            segments = scipy.signal.detrend(segments, axis=-1, type=self.detrend)
         windowed = segments * self.window
         two_sided = windowed.dtype.kind == "c"
-        bins = fft.fft(windowed, n=self.nfft) if two_sided else fft.rfft(windowed, n=self.nfft)
+        bins = (
+            scipy.fft.fft(windowed, n=self.nfft)
+            if two_sided
+            else scipy.fft.rfft(windowed, n=self.nfft)
+        )
         power: Array = (bins.real**2 + bins.imag**2) * bins.real.dtype.type(self.scale)
         if not two_sided:  # each bin stands for two, but for 0 Hz and an even length's last
             power[..., 1 : -1 if self.nfft % 2 == 0 else None] *= 2
@@ -274,7 +278,9 @@ def _window(
     if scaling not in ("density", "spectrum"):
         raise SpecError(f"scaling must be density or spectrum, not {scaling!r}")
     try:
-        weights = signal.get_window(window if isinstance(window, str) else tuple(window), size)
+        weights = scipy.signal.get_window(
+            window if isinstance(window, str) else tuple(window), size
+        )
     except (ValueError, TypeError) as exc:
         raise SpecError(f"window {window!r}: {exc}") from exc
     dtype = np.empty(0, _working_dtype(samples.dtype)).real.dtype

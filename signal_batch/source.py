@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from signal_batch.access import access_to
 from signal_batch.batches import Batch
-from signal_batch.errors import SpecError
+from signal_batch.errors import SignalBatchError, SpecError
 from signal_batch.pins import Pin, PinnedDataset, reopen
 from signal_batch.reading import RecordReader
 from signal_batch.selection import Selection
 from signal_batch.specs import Column, annotation_sets
+from signal_batch.staging import ReadAhead
 
 Tree = dict[str, Any]
 
@@ -42,16 +45,37 @@ class BatchFetcher:
         self.safe_decode = safe_decode
         self._lock = threading.Lock()
         self._opened: tuple[PinnedDataset, RecordReader] | None = None
+        self._ahead: ReadAhead | None = None
 
     def __call__(self, ordinals: npt.ArrayLike) -> Batch:
         """Read records in the order given, duplicates included.
 
         Returns the columns, each with a leading record axis, and always `ordinal` and `id`.
         """
-        return self.reader.read(np.asarray(ordinals, dtype=np.int64))
+        wanted = np.asarray(ordinals, dtype=np.int64)
+        batch = self.reader.read(wanted)
+        ahead = self._ahead
+        # After the read: a shard that is needed now has the line to itself.
+        if ahead is not None and len(wanted):
+            ahead.reached(int(wanted[-1]))
+        return batch
+
+    def expect(self, ordinals: npt.NDArray[np.int64]) -> None:
+        """Say which records are about to be read, in order, so that shards are fetched ahead.
+
+        Only a hint: what fails here fails again, and is reported, where it is read.
+        """
+        with suppress(SignalBatchError):
+            dataset = self._open()[0].dataset
+            samples = any(column.selector.source == "field" for column in self.columns)
+            layout = access_to(dataset, self.safe_decode).layout
+            self._ahead = ReadAhead(layout, ordinals, dataset.shard_store, samples=samples)
 
     @property
     def reader(self) -> RecordReader:
+        return self._open()[1]
+
+    def _open(self) -> tuple[PinnedDataset, RecordReader]:
         opened = self._opened
         if opened is None:
             with self._lock:
@@ -62,12 +86,12 @@ class BatchFetcher:
                     )
                     self._opened = (pinned, reader)
                 opened = self._opened
-        return opened[1]
+        return opened
 
     def close(self) -> None:
         """Close the pooled shard readers; the next read opens again."""
         with self._lock:
-            opened, self._opened = self._opened, None
+            opened, self._opened, self._ahead = self._opened, None, None
         if opened is not None:
             opened[0].close()
 

@@ -7,8 +7,9 @@ validation decodes every record and holds data, metadata and annotation rows aga
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +22,7 @@ import signal_dataset as sds
 from signal_batch.errors import CorruptDatasetError, PinMismatchError
 from signal_batch.pins import Pin, pin_dataset
 from signal_batch.reading import annotation_rows, metadata_rows
-from signal_batch.shards import DatasetLayout, StoredObject, boundary_error
+from signal_batch.shards import DatasetLayout, StoredObject, boundary_error, patiently
 from signal_batch.specs import redact
 
 #: Records looked at when a validation is not deep.
@@ -29,6 +30,8 @@ SAMPLE_RECORDS = 20_000
 _THREADS = 16
 _BLOCK = 1024
 _FAULTS_SHOWN = 20
+_NAMES_SHOWN = 10
+_MISSING = -1
 
 
 @dataclass(slots=True)
@@ -41,7 +44,7 @@ class FieldSummary:
     largest: tuple[int, ...] = ()
     axes: set[tuple[str, ...]] = field(default_factory=set)
 
-    def add(self, dtype: str, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
+    def add(self, dtype: npt.DTypeLike, shape: tuple[int, ...], axes: tuple[str, ...]) -> None:
         self.dtypes.add(np.dtype(dtype).name)
         self.axes.add(axes)
         same_rank = self.records > 0 and len(shape) == len(self.smallest)
@@ -171,9 +174,8 @@ def _object_faults(dataset: sds.Dataset) -> Iterator[str]:
     objects = [item for shard in layout.shards for item in shard]
 
     def check(item: StoredObject) -> str | None:
-        try:
-            size = _size_of(dataset, item)
-        except FileNotFoundError:
+        size = patiently(lambda: _size_of(dataset, item), item.uri)
+        if size == _MISSING:
             return f"shard {redact(item.uri)} is missing"
         if size not in (None, item.stored_bytes):
             return (
@@ -188,9 +190,12 @@ def _object_faults(dataset: sds.Dataset) -> Iterator[str]:
 
 def _size_of(dataset: sds.Dataset, item: StoredObject) -> int | None:
     """None for an object of another service, which this dataset's store cannot ask."""
-    if item.owned:
-        return dataset.object_store.info(item.uri, generation=item.generation).size
-    return None if "://" in item.uri else Path(item.uri).stat().st_size
+    try:
+        if item.owned:
+            return dataset.object_store.info(item.uri, generation=item.generation).size
+        return None if "://" in item.uri else Path(item.uri).stat().st_size
+    except FileNotFoundError:
+        return _MISSING
 
 
 def _ordinals(record_count: int, deep: bool) -> npt.NDArray[np.int64]:
@@ -247,10 +252,23 @@ def _record_faults(ordinal: int, record: sds.Record, row: Any) -> Iterator[str]:
     where = f"record {ordinal}"
     if record.id != row.id:
         yield f"{where}: the data row is {record.id!r}, the metadata row {row.id!r}"
-    found = {name: (item.data.dtype.str, item.data.shape) for name, item in record.items()}
-    declared = {name: (dtype, shape) for name, (dtype, shape, _) in row.fields.items()}
+    found = {name: (item.data.dtype.name, item.data.shape) for name, item in record.items()}
+    declared = {name: (dtype.name, shape) for name, (dtype, shape, _) in row.fields.items()}
     if found != declared:
         yield f"{where} ({record.id!r}): the data holds {found}, the metadata row says {declared}"
+    held = {"scene id": record.scene_id, **record.metadata}
+    said = {"scene id": row.scene, **row.metadata}
+    names = [name for name in sorted({*held, *said}) if _json(held, name) != _json(said, name)]
+    if names:
+        yield (
+            f"{where} ({record.id!r}): data row and metadata row differ in "
+            f"{', '.join(names[:_NAMES_SHOWN])}"
+        )
+
+
+def _json(values: Mapping[str, Any], name: str) -> str | None:
+    """A value as text, so that the library's frozen mappings compare with plain ones."""
+    return json.dumps(values[name], sort_keys=True, default=dict) if name in values else None
 
 
 def _guarded(
