@@ -1,10 +1,13 @@
 """What a run reads, by digest: open a dataset, pin it, reopen a pin and prove that it still holds.
 
 The fingerprint is SHA-256 over the exact bytes of `root.json`, the snapshot and every manifest
-page, in order. Those name every shard object and its size, so the fingerprint fixes the whole
-dataset without a sample being read. An annotation pin is the set's publication and the SHA-256
-of its root document. The catalog revision is recorded but is no part of the identity:
-publishing another set must not break a pinned run.
+page, in order. Those name every shard object and its size, so without a sample being read the
+fingerprint fixes which objects a run reads. It trusts them to be immutable, as the format
+promises: names of shards come from their producer's work ids, so a dataset published anew with
+the same ids, sizes and snapshot id but other samples would have the same fingerprint. An
+annotation pin is the set's publication and the SHA-256 of its root document. The catalog
+revision is recorded but is no part of the identity: publishing another set must not break a
+pinned run.
 """
 
 from __future__ import annotations
