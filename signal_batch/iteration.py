@@ -25,22 +25,6 @@ Fetch = Callable[[npt.NDArray[np.int64]], Any]
 Transform = Callable[[Batch], Any]
 
 
-class OrdinalSource:
-    """The ordinals of a selection as a Grain source of integers."""
-
-    def __init__(self, selection: Selection) -> None:
-        self._selection = selection
-
-    def __len__(self) -> int:
-        return len(self._selection)
-
-    def __getitem__(self, index: int) -> int:
-        return self._selection.ordinal_at(int(index))
-
-    def __repr__(self) -> str:
-        return f"OrdinalSource(records={len(self)}, digest={self._selection.digest()})"
-
-
 def batches_in_order(
     selection: Selection,
     fetch: Fetch,
@@ -54,12 +38,9 @@ def batches_in_order(
     `threads` batches are read at a time and at most `prefetch_batches` wait to be taken:
     Grain's buffer counts batches, so it is kept small.
     """
-    return (
-        grain.MapDataset.source(OrdinalSource(selection))
-        .batch(batch_size, batch_fn=_ordinals)
-        .map(fetch)
-        .to_iter_dataset(_read_options(threads, prefetch_batches))
-    )
+    count = -(-len(selection) // batch_size)
+    batches = grain.MapDataset.range(count).map(_InOrder(selection, batch_size, fetch))
+    return batches.to_iter_dataset(_read_options(threads, prefetch_batches))
 
 
 def training_batches(
@@ -96,15 +77,18 @@ def training_batches(
     step = batch_size * world
     _check_length(selection, total, step, cursor)
     stop = None if total is None else cursor + max(0, total - cursor) // step * step
-    ordinals = grain.MapDataset.source(OrdinalSource(selection))
+    # Grain's work a record is what limits small records, so it moves bare positions through as
+    # few steps as can be: one slice takes the cursor and the rank, and ordinals and places in
+    # the global order are worked out a batch at a time.
+    order = grain.MapDataset.range(len(selection))
     shuffled = (
-        ordinals.shuffle(seed=seed)
+        order.shuffle(seed=seed)
         if block_shuffle is None
-        else BlockShuffledMapDataset(ordinals, selection, block_shuffle, seed=seed)
+        else BlockShuffledMapDataset(order, selection, block_shuffle, seed=seed)
     )
-    positioned = shuffled.map_with_index(_with_position).repeat(epochs)
-    batches = positioned[cursor:stop][rank::world].batch(batch_size, batch_fn=np.array)
-    fetched = batches.map(_PositionedFetch(fetch))
+    mine = shuffled.repeat(epochs)[cursor + rank : stop : world]
+    batches = mine.batch(batch_size, batch_fn=_positions)
+    fetched = batches.map_with_index(_Shuffled(selection, fetch, batch_size, cursor + rank, world))
     if transform is not None:
         fetched = fetched.map(transform)
     return fetched.to_iter_dataset(_read_options(threads, prefetch_batches))
@@ -132,21 +116,38 @@ def iterating(dataset: grain.IterDataset) -> Iterator[Iterator[Any]]:
         iterator.close()
 
 
-class _PositionedFetch:
-    """Reads a batch of (position, ordinal) pairs; a class, so that it pickles."""
+class _InOrder:
+    """Reads the n-th batch of a selection; a class, so that it pickles."""
 
-    def __init__(self, fetch: Fetch) -> None:
+    def __init__(self, selection: Selection, batch_size: int, fetch: Fetch) -> None:
+        self._selection = selection
+        self._batch_size = batch_size
         self._fetch = fetch
 
-    def __call__(self, pairs: npt.NDArray[np.int64]) -> Batch:
-        return {**self._fetch(pairs[:, 1]), "position": pairs[:, 0]}
+    def __call__(self, number: int) -> Any:
+        first = int(number) * self._batch_size
+        return self._fetch(self._selection.slice(first, self._batch_size).ordinals())
 
 
-def _with_position(position: int, ordinal: int) -> tuple[int, int]:
-    return position, ordinal
+class _Shuffled:
+    """Reads a batch of positions in the selection, and says where in the global order it is."""
+
+    def __init__(
+        self, selection: Selection, fetch: Fetch, batch_size: int, first: int, world: int
+    ) -> None:
+        self._selection = selection
+        self._fetch = fetch
+        self._batch_size = batch_size
+        self._first = first
+        self._world = world
+
+    def __call__(self, number: int, positions: npt.NDArray[np.int64]) -> Batch:
+        taken = number * self._batch_size + np.arange(len(positions), dtype=np.int64)
+        place = self._first + self._world * taken
+        return {**self._fetch(self._selection.ordinals_at(positions)), "position": place}
 
 
-def _ordinals(values: Sequence[int]) -> npt.NDArray[np.int64]:
+def _positions(values: Sequence[int]) -> npt.NDArray[np.int64]:
     return np.array(values, dtype=np.int64)
 
 

@@ -97,6 +97,11 @@ class Selection:
         run = int(np.searchsorted(self._ends, position, side="right"))
         return int(self.runs[run, 1]) - int(self._ends[run]) + position
 
+    def ordinals_at(self, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The ordinals at some positions, in their order; none may be out of range."""
+        run = np.searchsorted(self._ends, positions, side="right")
+        return np.asarray(self.runs[run, 1] - self._ends[run] + positions, dtype=np.int64)
+
     def slice(self, first: int, count: int) -> Selection:
         """The selection's positions `[first, first + count)`."""
         last = min(first + count, len(self)) - 1

@@ -53,9 +53,9 @@ class BlockShuffle:
 
 
 class BlockShuffledMapDataset(grain.MapDataset):  # type: ignore[misc]
-    """A Grain dataset that puts a selection's elements in block-shuffled order.
+    """A Grain dataset that puts its parent's elements in block-shuffled order.
 
-    The parent's elements must be in the order of `selection`, as from an `OrdinalSource`.
+    The parent has one element for each record of `selection`, in its order.
     """
 
     def __init__(

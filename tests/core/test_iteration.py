@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from signal_batch.errors import SpecError
 from signal_batch.iteration import (
-    OrdinalSource,
     batches_in_order,
     iterating,
     rng_at,
@@ -109,13 +108,6 @@ def test_batches_hold_the_records_themselves(iq_root: Path) -> None:
         assert batch["id"].tolist() == [record.id for record in records]
         np.testing.assert_array_equal(batch["samples"], [r["samples"].data for r in records])
         np.testing.assert_array_equal(batch["snr_db"], [r.metadata["snr_db"] for r in records])
-
-
-def test_the_ordinal_source_says_what_it_is() -> None:
-    source = OrdinalSource(Selection.of([4, 5, 9]))
-    assert (len(source), [source[np.int64(i)] for i in range(3)]) == (3, [4, 5, 9])
-    assert type(source[0]) is int
-    assert repr(source) == f"OrdinalSource(records=3, digest={Selection.of([4, 5, 9]).digest()})"
 
 
 # --- the training order --------------------------------------------------------------------

@@ -41,6 +41,8 @@ def test_a_selection_holds_what_it_was_made_of(ordinals: list[int]) -> None:
     assert len(selection) == len(ordinals)
     assert bool(selection) is bool(ordinals)
     assert [selection.ordinal_at(i) for i in range(len(ordinals))] == ordinals
+    backwards = np.arange(len(ordinals))[::-1]
+    assert selection.ordinals_at(backwards).tolist() == ordinals[::-1]
     for outside in (-1, len(ordinals)):
         with pytest.raises(IndexError, match=f"position {outside} of a selection of"):
             selection.ordinal_at(outside)
