@@ -45,6 +45,7 @@ FORMAT = "signal-batch.export"
 BATCH_BYTES = 32 << 20
 #: Records read at planning, spread over the selection, to learn dtypes, shapes and row size.
 PROBE_RECORDS = 64
+PROBE_NEIGHBOURS = 8
 _PROBE_BYTES = 64 << 20
 _PACKAGES = ("signal-batch", "signal-dataset", "numpy", "scipy", "pyarrow", "grain")
 
@@ -156,6 +157,7 @@ def plan(spec: ExportSpec, pin: Pin, selection: Selection) -> ExportJob:
 
     Raises what reading, the feature function or the schema raises on the probe.
     """
+    _check_options(spec)
     feature = resolve_feature(spec.features, spec.feature_args)
     record_bytes = pin.record_bytes
     ordinals = _probe_ordinals(selection, record_bytes)
@@ -303,9 +305,13 @@ class _FilterReader:
 
 
 def _probe_ordinals(selection: Selection, record_bytes: float) -> npt.NDArray[np.int64]:
+    """A few runs of neighbours, spread evenly: many records, but of few shards."""
     count = int(max(1, min(len(selection), PROBE_RECORDS, _PROBE_BYTES // record_bytes)))
-    positions = np.unique(np.linspace(0, len(selection) - 1, count).astype(np.int64))
-    return np.array([selection.ordinal_at(int(p)) for p in positions], dtype=np.int64)
+    runs = -(-count // PROBE_NEIGHBOURS)
+    last = max(0, len(selection) - PROBE_NEIGHBOURS)
+    starts = np.linspace(0, last, runs).astype(np.int64)
+    positions = (starts[:, None] + np.arange(PROBE_NEIGHBOURS)).ravel()
+    return selection.ordinals_at(np.unique(positions[positions < len(selection)]))
 
 
 def _readable_probe(
@@ -338,6 +344,13 @@ def _typed(column: Column, batch: Mapping[str, Any]) -> Column:
     values = np.asarray(batch[column.name])
     dtype = "str" if values.dtype == object else values.dtype.name
     return column.model_copy(update={"dtype": dtype})
+
+
+def _check_options(spec: ExportSpec) -> None:
+    try:
+        canonical_json(spec.feature_args)
+    except ValueError as exc:
+        raise SpecError(f"feature_args holds NaN or an infinity, which has no JSON: {exc}") from exc
 
 
 def _file_metadata(spec: ExportSpec, pin: Pin, run_key: str) -> dict[str, str]:

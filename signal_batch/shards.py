@@ -141,6 +141,15 @@ class PooledShardStore(ShardStore):
         if not indices:
             return ()
         key = _Key(uri, generation, options, file_reader_buffer_size)
+        try:
+            return self._read(key, indices)
+        except sds.CorruptDatasetError:
+            if not self._discard_copy(key):
+                raise
+            return self._read(key, indices)
+
+    def _read(self, key: _Key, indices: Sequence[int]) -> tuple[bytes, ...]:
+        uri = key.uri
         with self._reader(key) as entry:
             # Checked here because the binding makes up records for a shard without any.
             for index in (min(indices), max(indices)):
@@ -162,6 +171,12 @@ class PooledShardStore(ShardStore):
         key = _Key(uri, generation, options, file_reader_buffer_size)
         with self._reader(key) as entry:
             return entry.records
+
+    def read_ahead(self, uri: str, *, generation: int | None = None) -> None:
+        """Say that a shard will be read soon; where shards are not downloaded, nothing is done."""
+        prefetch = getattr(self._staging, "prefetch", None)
+        if prefetch is not None:
+            prefetch(uri, generation=generation)
 
     def close(self) -> None:
         """Close every reader that is not being read; a later read opens its shard again."""
@@ -238,6 +253,11 @@ class PooledShardStore(ShardStore):
                 del self._open[key]
             entry.retired = True
 
+    def _discard_copy(self, key: _Key) -> bool:
+        """Whether a damaged shard was a local copy that may be worse than the object itself."""
+        discard = getattr(self._staging, "discard", None)
+        return discard is not None and bool(discard(key.uri, generation=key.generation))
+
     def _release(self, entry: _Open) -> None:
         with self._lock:
             entry.users -= 1
@@ -282,7 +302,7 @@ class MemoObjectStore(ObjectStore):
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
-        self._sizes: dict[tuple[str, int | None], ObjectInfo] = {}
+        self._known: dict[tuple[str, int | None], tuple[ObjectInfo, str]] = {}
         self.supports_compare_and_swap = objects.supports_compare_and_swap
         # Set on the instance: a runtime-checked protocol does not see through __getattr__.
         for name in _OPTIONAL_STORE_METHODS:
@@ -290,15 +310,34 @@ class MemoObjectStore(ObjectStore):
                 setattr(self, name, getattr(objects, name))
 
     def info(self, uri: str, *, generation: int | None = None) -> ObjectInfo:
+        return self._look_up(uri, generation)[0]
+
+    def identity(self, uri: str, *, generation: int | None = None) -> tuple[int, str]:
+        """Size of an object, and what tells its bytes from others of that size: ETag, generation.
+
+        Empty where the store tells neither along with the size.
+        """
+        info, version = self._look_up(uri, generation)
+        return info.size, version
+
+    def _look_up(self, uri: str, generation: int | None) -> tuple[ObjectInfo, str]:
         key = (uri, generation)
-        known = self._sizes.get(key)
+        known = self._known.get(key)
         if known is None:
-            known = self._objects.info(uri, generation=generation)
+            known = self._ask(uri, generation)
             if not uri.endswith(_MUTABLE_OBJECTS):
-                if len(self._sizes) >= _SIZES_KEPT:
-                    self._sizes.clear()
-                self._sizes[key] = known
+                if len(self._known) >= _SIZES_KEPT:
+                    self._known.clear()
+                self._known[key] = known
         return known
+
+    def _ask(self, uri: str, generation: int | None) -> tuple[ObjectInfo, str]:
+        head = getattr(self._objects, "head", None)
+        if head is not None and generation is None:
+            size, etag = head(uri)
+            return ObjectInfo(size), etag
+        info = self._objects.info(uri, generation=generation)
+        return info, "" if info.generation is None else str(info.generation)
 
     def read(self, uri: str, *, generation: int | None = None) -> bytes:
         return self._objects.read(uri, generation=generation)
@@ -315,7 +354,7 @@ class MemoObjectStore(ObjectStore):
     def compare_and_swap(
         self, uri: str, data: bytes, *, expected_generation: int | None, content_type: str
     ) -> int | None:
-        self._sizes.pop((uri, None), None)
+        self._known.pop((uri, None), None)
         return self._objects.compare_and_swap(
             uri, data, expected_generation=expected_generation, content_type=content_type
         )
@@ -542,6 +581,8 @@ def boundary_error(exc: Exception, uri: str) -> SignalBatchError:
         return CorruptDatasetError(f"{uri} is missing, though the dataset names it")
     if isinstance(exc, PermissionError):
         return InputError(f"no permission to read {uri}: {exc}")
+    if isinstance(exc, sds.StorageError) and "credentials" in str(exc).lower():
+        return InputError(f"the credentials for {uri} are missing or were refused: {exc}")
     if isinstance(exc, OSError):
         return StorageError(f"{uri} could not be read: {exc}")
     if isinstance(exc, IndexError):
