@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 
-from prefect import flow
 from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
+from flows.careful import flow
 from signal_batch.job import Outcome, progress_of
 from signal_batch.specs import ExportSpec
 from tasks import export as tasks
@@ -21,8 +21,7 @@ def _run_name() -> str:
 @flow(
     name="export-features",
     flow_run_name=_run_name,
-    task_runner=ThreadPoolTaskRunner(),  # type: ignore[arg-type]
-    persist_result=False,
+    task_runner=ThreadPoolTaskRunner(),
 )
 def export_features(spec: ExportSpec) -> Outcome:
     """Export the features of a dataset to a folder of Parquet files.

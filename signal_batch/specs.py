@@ -258,7 +258,9 @@ class ExportSpec(_Frozen):
     )
     part_bytes: int = Field(default=128 << 20, description="largest Parquet file, e.g. 128MB")
     row_group_bytes: int = Field(default=16 << 20, description="size aimed at for a row group")
-    compression: Literal["zstd", "snappy", "lz4", "gzip", "none"] = "zstd"
+    compression: Literal["zstd", "snappy", "lz4", "gzip", "none"] = Field(
+        default="zstd", description="of the Parquet pages"
+    )
     tensors: Literal["nested", "extension"] = Field(
         default="nested",
         description="nested fixed-size lists or arrow.fixed_shape_tensor",
@@ -274,7 +276,9 @@ class ExportSpec(_Frozen):
         default=0.01, ge=0, le=1, description="largest share of unreadable records to put up with"
     )
     pin: str | None = Field(default=None, description="pin file, to reproduce a run")
-    execution: Execution = Execution()
+    execution: Execution = Field(
+        default=Execution(), description="how it is run; never changes the result"
+    )
 
     @field_validator("columns", mode="before")
     @classmethod

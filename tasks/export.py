@@ -82,12 +82,18 @@ def commit_output(job: ExportJob, run: dict[str, Any]) -> dict[str, Any]:
 
 @task(name="report")
 def report_run(outcome: Outcome, output: str, rows: list[ShardRow], seconds: float) -> None:
-    """Leave the table of shards and a summary on the run's page."""
-    if rows:
-        create_table_artifact(table=rows, key="export-shards", description="shards of this run")
-    create_markdown_artifact(
-        _summary(outcome, output, rows, seconds), key="export-report", description=output
-    )
+    """Leave the table of shards and a summary on the run's page.
+
+    The output is complete by now: a server that does not take the report must not fail the run.
+    """
+    try:
+        if rows:
+            create_table_artifact(table=rows, key="export-shards", description="shards of this run")
+        create_markdown_artifact(
+            _summary(outcome, output, rows, seconds), key="export-report", description=output
+        )
+    except Exception as exc:
+        get_run_logger().warning("the report could not be left on the run's page: %s", exc)
 
 
 def export_shards(job: ExportJob, run_id: str) -> list[ShardRow]:
@@ -99,13 +105,13 @@ def export_shards(job: ExportJob, run_id: str) -> list[ShardRow]:
     progress = steps.progress_of(job)
     rows: list[ShardRow] = []
     submits = [partial(_submit, job, shard, run_id) for shard in progress.shards]
-    try:
-        with tracked(run_id, progress.done_rows, len(job.selection)):
+    with tracked(run_id, progress.done_rows, len(job.selection)):
+        try:
             for future in run_bounded(submits, job.spec.execution.workers):
                 rows.append(future.result())
-    except BaseException:
-        stop_workers(run_id)
-        raise
+        except BaseException:
+            stop_workers(run_id)  # at once: closing the progress may wait for a slow server
+            raise
     return sorted(rows, key=lambda row: str(row["shard"]))
 
 

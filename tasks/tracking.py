@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import copy_context
+from functools import partial
 from typing import cast
 from uuid import UUID
 
@@ -55,7 +57,9 @@ def tracked(run_id: str, done: int, total: int) -> Iterator[RunProgress]:
         ),
     )
     stop = threading.Event()
-    updater = threading.Thread(target=_update, args=(artifact, progress, stop), daemon=True)
+    # With this run's settings and client; a new thread has neither.
+    update = partial(copy_context().run, _update, artifact, progress, stop)
+    updater = threading.Thread(target=update, daemon=True)
     updater.start()
     try:
         yield progress
