@@ -95,7 +95,7 @@ def _start(run_id: str, log: IO[bytes]) -> _Child:
         if run_id in _stopped:
             raise StoppedError("the run was stopped")
         process = subprocess.Popen(
-            [sys.executable, "-m", "signal_batch.worker"],
+            [sys.executable, "-m", "signal_batch.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,

@@ -21,6 +21,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from signal_batch.errors import DamagedOutputError, SignalBatchError
 from signal_batch.job import ExportJob, Outcome, progress_of
 from signal_batch.pins import Pin
 from signal_batch.store import OutputStore
@@ -157,7 +158,18 @@ def show_verification(result: Verification) -> None:
 
 def show_output(path: str) -> bool:
     """Show an output folder; False if the path is none."""
-    store = OutputStore(path)
+    try:
+        return _show_output(path, OutputStore(path))
+    except (KeyError, TypeError, AttributeError, ValueError) as exc:
+        if isinstance(exc, SignalBatchError):
+            raise
+        raise DamagedOutputError(
+            f"{path} has a manifest or claim that is not complete ({exc!r}); "
+            "`signal-batch verify` names every damage"
+        ) from exc
+
+
+def _show_output(path: str, store: OutputStore) -> bool:
     manifest, claim = store.read_manifest(), store.read_claim()
     if manifest is not None:
         show_manifest(path, manifest)

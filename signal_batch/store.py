@@ -20,7 +20,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ RECEIPTS = "_receipts"
 QUARANTINE = "_quarantine"
 DATA = "data"
 
-_HOPELESS = {errno.EACCES, errno.EPERM, errno.EROFS}
+_RECEIPT_TYPES: dict[str, type] = {"int": int, "str": str, "tuple[int, ...]": tuple}
 #: What a file system without hard links says to a request for one.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
@@ -76,7 +76,12 @@ class Receipt:
     @classmethod
     def from_dict(cls, value: Mapping[str, Any], *, where: str = "a receipt") -> Receipt:
         try:
-            return cls(**{**value, "bad_ordinals": tuple(value["bad_ordinals"])})
+            receipt = cls(**{**value, "bad_ordinals": tuple(value["bad_ordinals"])})
+            for item in fields(cls):
+                found, kind = getattr(receipt, item.name), _RECEIPT_TYPES[str(item.type)]
+                if not isinstance(found, kind):
+                    raise TypeError(f"{item.name} is {found!r}")
+            return receipt
         except (KeyError, TypeError) as exc:
             raise DamagedOutputError(f"{where} is not a receipt: {exc}") from exc
 
@@ -255,6 +260,12 @@ class OutputStore:
                     self._fs.pipe_file(target, payload, mode="create")
             except FileExistsError:
                 return False
+            except Exception:
+                # s3fs says "invalid argument" where the service refused to overwrite. What is
+                # there stands, also if it is our own write whose answer was lost.
+                if self._local or not self._fs.exists(target):
+                    raise
+                return False
             return True
 
     def _replace(self, path: str, payload: bytes) -> None:
@@ -303,8 +314,12 @@ def output_error(exc: Exception, where: str) -> SignalBatchError:
         return OutputError(f"no space left for {where}; free some and run the same command again")
     if isinstance(exc, NotADirectoryError):
         return InputError(f"{where} cannot be: a part of that path is a file, not a folder")
-    if isinstance(exc, PermissionError) or (isinstance(exc, OSError) and exc.errno in _HOPELESS):
+    if isinstance(exc, PermissionError):
+        return OutputError(f"no access to {where}: {exc}")
+    if isinstance(exc, OSError) and exc.errno == errno.EROFS:
         return OutputError(f"{where} cannot be written: {exc}")
+    if isinstance(exc, ValueError) or name == "ParamValidationError":
+        return InputError(f"{where} is no place to write to: {exc}")
     if "NoCredentials" in name or "PartialCredentials" in name:
         return InputError(f"no credentials for {where}: {exc}")
     if isinstance(exc, FileNotFoundError):

@@ -26,6 +26,8 @@ from signal_batch.specs import digest
 from signal_batch.store import CLAIM, DATA, MANIFEST, RECEIPTS, OutputStore, Receipt
 
 _THREADS = 2
+#: What a manifest must hold for anything else about it to be checked.
+_NEEDED = {"run_key": str, "files": list, "totals": dict, "selection": dict}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,15 @@ def verify(uri: str, *, on_file: Callable[[str], None] | None = None) -> Verific
     if claim is None and manifest is None:
         raise InputError(f"{store.uri} holds no export: neither {CLAIM} nor {MANIFEST} is there")
     if manifest is None:
-        done, of = len(store.receipts()), (claim or {}).get("plan", {}).get("parts", "?")
+        plan = (claim or {}).get("plan")
+        done, of = len(store.receipts()), plan.get("parts", "?") if isinstance(plan, dict) else "?"
         fault = (
             f"not complete: there is no {MANIFEST}; {done} of {of} parts have a receipt. "
             "Run the same export again to finish it"
         )
         return Verification(store.uri, (fault,), 0, 0, 0)
+    if damage := tuple(_manifest_faults(manifest)):
+        return Verification(store.uri, damage, 0, 0, 0)
     receipts = [Receipt.from_dict(entry, where=MANIFEST) for entry in manifest["files"]]
     faults = [
         *_claim_faults(claim, manifest),
@@ -83,6 +88,12 @@ def verify(uri: str, *, on_file: Callable[[str], None] | None = None) -> Verific
 class _FileCheck:
     faults: tuple[str, ...]
     ordinals: np.ndarray | None
+
+
+def _manifest_faults(manifest: Mapping[str, Any]) -> Iterator[str]:
+    for name, kind in _NEEDED.items():
+        if not isinstance(manifest.get(name), kind):
+            yield f"{MANIFEST} is damaged: {name} is {manifest.get(name, 'missing')!r}"
 
 
 def _claim_faults(claim: Mapping[str, Any] | None, manifest: Mapping[str, Any]) -> Iterator[str]:
@@ -180,11 +191,12 @@ def _ordinal_faults(
         yield f"ordinals are not ascending: {written[place + 1]} comes after {written[place]}"
         return
     bad = [ordinal for receipt in receipts for ordinal in receipt.bad_ordinals]
-    covered = np.union1d(written, np.array(bad, dtype=np.int64))
-    if Selection.of(covered).digest() != manifest["selection"]["digest"]:
+    covered = np.sort(np.concatenate((written, np.array(bad, dtype=np.int64))))
+    distinct = (np.diff(covered, prepend=-1) > 0).all()
+    if not distinct or Selection.of(covered).digest() != manifest["selection"].get("digest"):
         yield (
             f"the files hold {len(written)} ordinals and {len(bad)} were set aside, which is not "
-            f"the selection of {manifest['selection']['records']} records of the manifest"
+            f"the selection of {manifest['selection'].get('records')} records of the manifest"
         )
 
 

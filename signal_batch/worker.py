@@ -1,13 +1,14 @@
 """The range worker: the program that exports the parts of one work order.
 
-`python -m signal_batch.worker` reads a work order as JSON on stdin and writes events as JSON
+`python -m signal_batch.worker PARENT` reads a work order as JSON on stdin and writes events as JSON
 lines on stdout::
 
     {"event": "progress", "rows": 256}
     {"event": "receipt", "receipt": {...}}
     {"event": "error", "kind": "CorruptDatasetError", "message": "...", "ordinal": 17}
 
-A part that already has a receipt is not done again. The process ends when its parent does.
+A part that already has a receipt is not done again. The process ends when PARENT, the process
+that started it, does.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _PARENT_POLL_S = 1.0
 
 def main() -> int:
     """Work through the order on stdin; the exit code is 0 or 1."""
-    end_with_parent()
+    end_with_parent(int(sys.argv[1]) if len(sys.argv) > 1 else os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and kills if need be
     events = _take_stdout()
     emit = _emitter(events)
@@ -64,9 +65,11 @@ def work(order: WorkOrder, emit: Callable[[dict[str, Any]], None]) -> None:
             emit({"event": "receipt", "receipt": receipt.to_dict()})
 
 
-def end_with_parent() -> None:
-    """End this process when its parent ends, so that no orphan goes on writing."""
-    parent = os.getppid()
+def end_with_parent(parent: int) -> None:
+    """End this process when its parent ends, so that no orphan goes on writing.
+
+    The parent says its own id: it may have ended while this process was still importing.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # On Linux this only closes the gap before prctl; elsewhere it is what does the work.
