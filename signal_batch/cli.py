@@ -21,7 +21,7 @@ from signal_batch import job, report
 from signal_batch.demo import demo_spec
 from signal_batch.errors import InputError, SignalBatchError, SpecError
 from signal_batch.features import resolve_feature
-from signal_batch.pins import Pin, write_pin
+from signal_batch.pins import write_pin
 from signal_batch.recordings import write_japanese_vowels
 from signal_batch.runner import export
 from signal_batch.specs import ExportSpec, checked
@@ -100,7 +100,7 @@ def _export(arguments: argparse.Namespace, run_export: RunExport) -> int:
     resolve_feature(spec.features, spec.feature_args)
     pin = job.pin_inputs(spec)
     if arguments.write_pin:
-        _write_pin(pin, arguments.write_pin)
+        write_pin(pin, arguments.write_pin)
     if arguments.dry_run:
         report.show_dry_run(job.peek(job.plan(spec, pin, job.select(spec, pin))))
         return 0
@@ -119,7 +119,7 @@ def _validate(arguments: argparse.Namespace, run_export: RunExport) -> int:
         arguments.dataset, arguments.annotations, deep=arguments.deep, expect=arguments.expect
     )
     if arguments.write_pin and result.ok:
-        _write_pin(result.pin, arguments.write_pin)
+        write_pin(result.pin, arguments.write_pin)
     if arguments.json:
         print(json.dumps(result.to_dict(), indent=2))
     else:
@@ -396,13 +396,6 @@ def _feature_arg(text: str) -> tuple[str, Any]:
         return name, json.loads(value)
     except ValueError:
         return name, value
-
-
-def _write_pin(pin: Pin, path: str) -> None:
-    try:
-        write_pin(pin, path)
-    except OSError as exc:
-        raise InputError(f"--write-pin {path} cannot be written: {exc.strerror or exc}") from exc
 
 
 def _spec_file(path: str) -> dict[str, Any]:

@@ -181,7 +181,11 @@ def read_pin(path: str) -> Pin:
 
 
 def write_pin(pin: Pin, path: str) -> None:
-    Path(path).write_text(pin.model_dump_json(indent=2) + "\n")
+    """Write a pin for `read_pin`; a path that cannot be written is an `InputError`."""
+    try:
+        Path(path).write_text(pin.model_dump_json(indent=2) + "\n")
+    except (OSError, ValueError) as exc:
+        raise InputError(f"the pin cannot be written to {path}: {exc}") from exc
 
 
 def absolute_uri(uri: str) -> str:

@@ -20,6 +20,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from hashlib import sha256
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -83,9 +84,9 @@ def parse_size(value: str | int) -> int:
         match = _SIZE.fullmatch(value.strip())
         if match is None:
             raise SpecError(f"{value!r} is not a size; write bytes or something like 128MB")
-        size = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-    if size < 1:
-        raise SpecError(f"a size must be at least one byte, not {value!r}")
+        size = int(Decimal(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
+    if not 1 <= size < 1 << 62:
+        raise SpecError("a size must be at least one byte, and no more than any disk holds")
     return size
 
 
@@ -308,6 +309,12 @@ class ExportSpec(_Frozen):
             raise SpecError(f"column names must be unique; {', '.join(twice)} is used twice")
         for uri in (self.dataset, self.output):
             refuse_credentials(uri)
+        if self.output.startswith("memory:"):
+            raise SpecError("memory:// is another place in each worker process; name a folder")
+        try:
+            canonical_json(self.feature_args)
+        except ValueError as exc:
+            raise SpecError("feature_args holds NaN or an infinity, which JSON has not") from exc
         return self
 
     def identity(self) -> dict[str, Any]:

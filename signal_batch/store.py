@@ -140,14 +140,16 @@ class OutputStore:
 
     def receipts(self) -> dict[int, Receipt]:
         """All receipts by part index."""
+        names = [name for name in self.listing(RECEIPTS) if name.endswith(".json")]
+        paths = [self._path(f"{RECEIPTS}/{name}") for name in names]
+        with self._errors(RECEIPTS):
+            # In one call, so that a remote file system fetches them side by side.
+            payloads = self._fs.cat(paths) if paths else {}
         found = {}
-        for name in self.listing(RECEIPTS):
-            if not name.endswith(".json"):
-                continue
-            value = self._read_json(f"{RECEIPTS}/{name}")
-            if value is not None:
-                receipt = Receipt.from_dict(value, where=f"{self.uri}/{RECEIPTS}/{name}")
-                found[receipt.part] = receipt
+        for path, payload in payloads.items():
+            where = f"{self.uri}/{RECEIPTS}/{path.rpartition('/')[2]}"
+            receipt = Receipt.from_dict(_json_object(payload, where), where=where)
+            found[receipt.part] = receipt
         return found
 
     def add_receipt(self, receipt: Receipt) -> Receipt:
@@ -240,13 +242,7 @@ class OutputStore:
                 payload = self._fs.cat_file(self._path(path))
             except FileNotFoundError:
                 return None
-        try:
-            value = json.loads(payload)
-        except ValueError as exc:
-            raise DamagedOutputError(f"{self.uri}/{path} is not valid JSON: {exc}") from exc
-        if not isinstance(value, dict):
-            raise DamagedOutputError(f"{self.uri}/{path} does not hold a JSON object")
-        return value
+        return _json_object(payload, f"{self.uri}/{path}")
 
     def _create(self, path: str, payload: bytes) -> bool:
         """Write a new object; False if there already is one."""
@@ -343,6 +339,16 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
 
 def _shown(value: Any) -> str:
     return "the default" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def _json_object(payload: bytes, where: str) -> dict[str, Any]:
+    try:
+        value = json.loads(payload)
+    except ValueError as exc:
+        raise DamagedOutputError(f"{where} is not valid JSON: {exc}") from exc
+    if not isinstance(value, dict):
+        raise DamagedOutputError(f"{where} does not hold a JSON object")
+    return value
 
 
 def _document(value: Mapping[str, Any]) -> bytes:

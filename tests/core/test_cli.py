@@ -270,7 +270,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
         ("{iq}", "out", *COLUMN, "--features", "power_spectrum", "--feature-arg", "nperseg=-3"),
         "positive integer",
     ),
-    "not a number": (("{iq}", "out", *COLUMN, "--feature-arg", "k=NaN"), "no option 'k'"),
+    "not a number": (("{iq}", "out", *COLUMN, "--feature-arg", "k=NaN"), "NaN or an infinity"),
     "no JSON": (
         ("{iq}", "out", *COLUMN, "--features", "power_spectrum", "--feature-arg", "detrend=[NaN]"),
         "NaN or an infinity",
