@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import NoReturn
 from weakref import WeakKeyDictionary
 
@@ -15,13 +16,74 @@ import numpy as np
 import signal_dataset as sds
 
 from signal_batch.assembly import Label
+from signal_batch.batches import Ints
 from signal_batch.decoding import Decoded, RecordDecoder
 from signal_batch.errors import CorruptDatasetError, UnknownAnnotationError
-from signal_batch.shards import DatasetLayout, Ints, PayloadReader, StoredObject, check_ordinals
+from signal_batch.failures import patiently
+from signal_batch.layout import DatasetLayout, StoredObject, check_ordinals
 
 #: Payload bytes held at a time, besides the batch itself.
 _CHUNK_BYTES = 16 << 20
 _STATUSES = frozenset(status.value for status in sds.AnnotationStatus)
+
+
+class PayloadReader:
+    """Reads encoded records of a dataset's shard objects, checked once and retried in passing."""
+
+    def __init__(self, dataset: sds.Dataset) -> None:
+        self._root = dataset.root
+        self._objects = dataset.object_store
+        self._shards = dataset.shard_store
+        self._options = dataset.storage_options
+        self._checked: set[str] = set()
+
+    def read(
+        self, source: StoredObject, indices: Sequence[int], ordinals: Sequence[int]
+    ) -> Sequence[bytes]:
+        """Payloads of `indices`, which are the records `ordinals`.
+
+        Raises `CorruptDatasetError` naming the first record that cannot be read.
+        """
+        try:
+            self._check_size(source)
+            return patiently(lambda: self._read_many(source, indices), source.uri)
+        except CorruptDatasetError as exc:
+            if len(indices) == 1:
+                message = f"record {ordinals[0]} (index {indices[0]} of its shard): {exc}"
+                raise CorruptDatasetError(message, ordinal=ordinals[0]) from exc
+        pairs = zip(indices, ordinals, strict=True)
+        return [self.read(source, [index], [ordinal])[0] for index, ordinal in pairs]
+
+    def _read_many(self, source: StoredObject, indices: Sequence[int]) -> tuple[bytes, ...]:
+        return self._shards.read_many(
+            source.uri,
+            indices,
+            generation=source.generation,
+            options=self._options.reader_options,
+            file_reader_buffer_size=self._options.file_reader_buffer_size,
+        )
+
+    def _check_size(self, source: StoredObject) -> None:
+        """Compare an object's size with its manifest's, the first time it is read."""
+        if source.uri in self._checked:
+            return
+        found = patiently(lambda: self._size_of(source), source.uri)
+        if found is not None and found != source.stored_bytes:
+            raise CorruptDatasetError(
+                f"shard {source.uri} holds {found} bytes where {source.stored_bytes} are declared; "
+                "it was cut short or replaced after publication"
+            )
+        self._checked.add(source.uri)
+
+    def _size_of(self, source: StoredObject) -> int | None:
+        """Size of an object, or None where only the shard reader can reach it.
+
+        A reference dataset names objects of another root, possibly on another service, which
+        the dataset's own store may be confined away from.
+        """
+        if not source.owned:
+            return None if "://" in source.uri else Path(source.uri).stat().st_size
+        return self._objects.info(source.uri, generation=source.generation).size
 
 
 class Access:

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from signal_batch.batches import Array
+from signal_batch.batches import Array, Ints
 from signal_batch.decoding import Decoded, FieldSpec
 from signal_batch.errors import MissingValueError, SpecError
-from signal_batch.shards import Ints
 from signal_batch.specs import Column
 
 _NAMES_SHOWN = 20

@@ -17,6 +17,8 @@ Array: TypeAlias = NDArray[Any]
 Values: TypeAlias = Array | list[Array]
 Batch: TypeAlias = dict[str, Values]
 
+Ints: TypeAlias = NDArray[np.int64]
+
 #: dtypes that a feature function may return, besides text.
 SUPPORTED_DTYPES = tuple(
     np.dtype(name)

@@ -35,7 +35,8 @@ from signal_batch.errors import (
     SpecError,
     UnknownAnnotationError,
 )
-from signal_batch.shards import MemoObjectStore, PooledShardStore, boundary_error, patiently
+from signal_batch.failures import boundary_error, patiently
+from signal_batch.shards import MemoObjectStore, PooledShardStore
 from signal_batch.specs import checked, redact, refuse_credentials
 from signal_batch.staging import SharedShardCache
 

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from signal_batch._grain import grain
+from signal_batch.layout import DatasetLayout
 from signal_batch.pins import PinnedDataset
 from signal_batch.selection import Selection
-from signal_batch.shards import DatasetLayout
 
 Ints = npt.NDArray[np.int64]
 BUFFER_BYTES = 512 << 20

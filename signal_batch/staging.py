@@ -35,9 +35,11 @@ from signal_dataset.storage.staging import (
     default_staging,
 )
 
+from signal_batch.batches import Ints
 from signal_batch.cache import CacheFolder, CannotHoldError, Entry
 from signal_batch.errors import SpecError, StorageError
-from signal_batch.shards import DatasetLayout, Ints, MemoObjectStore, PooledShardStore, Shard
+from signal_batch.layout import DatasetLayout, Shard
+from signal_batch.shards import MemoObjectStore, PooledShardStore
 from signal_batch.specs import parse_size
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,10 @@ import numpy.typing as npt
 import signal_dataset as sds
 
 from signal_batch.errors import CorruptDatasetError, PinMismatchError
+from signal_batch.failures import boundary_error, patiently
+from signal_batch.layout import DatasetLayout, StoredObject
 from signal_batch.pins import Pin, pin_dataset
 from signal_batch.reading import annotation_rows, metadata_rows
-from signal_batch.shards import DatasetLayout, StoredObject, boundary_error, patiently
 from signal_batch.specs import redact
 
 #: Records looked at when a validation is not deep.

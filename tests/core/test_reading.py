@@ -15,7 +15,7 @@ from signal_dataset.annotation.codec import SafeTensorsAnnotationCodec
 from signal_dataset.record.codec import SafeTensorsRecordCodec
 from signal_dataset.storage import ArrayRecordShardStore, object_store_for
 
-from signal_batch import access, reading, shards
+from signal_batch import access, failures, reading
 from signal_batch.assembly import look_up
 from signal_batch.errors import (
     CorruptDatasetError,
@@ -665,7 +665,7 @@ def test_sizes_are_asked_once_a_shard(victim: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_storage_that_does_not_answer(victim: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_PAUSES_S", (0.0,))
+    monkeypatch.setattr(failures, "_PAUSES_S", (0.0,))
     dataset = open_pooled(victim)
 
     def silent(*_: Any, **__: Any) -> Any:

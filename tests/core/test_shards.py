@@ -23,16 +23,12 @@ from signal_dataset.storage.contracts import ObjectDownloader
 from signal_dataset.storage.reference import ObjectReference
 from signal_dataset.storage.staging import EphemeralFileStaging, ShardStagingArea
 
-from signal_batch import shards
+from signal_batch import failures, shards
+from signal_batch.access import PayloadReader
 from signal_batch.errors import CorruptDatasetError, InputError, SpecError, StorageError
-from signal_batch.shards import (
-    DatasetLayout,
-    MemoObjectStore,
-    PayloadReader,
-    PooledShardStore,
-    boundary_error,
-    patiently,
-)
+from signal_batch.failures import boundary_error, patiently
+from signal_batch.layout import DatasetLayout
+from signal_batch.shards import MemoObjectStore, PooledShardStore
 
 OPTIONS = sds.StorageOptions().reader_options
 RECORDS = 40
@@ -324,7 +320,7 @@ def test_an_empty_shard_is_not_damaged(tmp_path: Path) -> None:
     ],
 )
 def test_native_failures(text: str, uri: str, kind: type[Exception]) -> None:
-    error = shards.native_error(RuntimeError(text), uri)
+    error = failures.native_error(RuntimeError(text), uri)
     assert isinstance(error, kind)
     assert uri in str(error)
 
@@ -549,7 +545,7 @@ def payload_reader(root: Path, store: PooledShardStore) -> tuple[PayloadReader, 
 
 
 def test_a_passing_failure_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(failures, "_PAUSES_S", (0.0, 0.0))
     write_dataset(tmp_path / "d", [3])
     store = FailingStore(sds.StorageError("503"), ConnectionResetError("reset"))
     reader, source = payload_reader(tmp_path / "d", store)
@@ -560,7 +556,7 @@ def test_a_passing_failure_is_tried_again(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_lasting_failure_is_a_storage_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(failures, "_PAUSES_S", (0.0, 0.0))
     write_dataset(tmp_path / "d", [3])
     store = FailingStore(*[TimeoutError("no answer")] * 9)
     reader, source = payload_reader(tmp_path / "d", store)

@@ -191,7 +191,7 @@ def test_a_hiccup_of_storage_is_waited_out(root: Path, monkeypatch: pytest.Monke
             raise TimeoutError("no answer")
         return size_of(dataset, item)
 
-    monkeypatch.setattr("signal_batch.shards._PAUSES_S", (0.0,))
+    monkeypatch.setattr("signal_batch.failures._PAUSES_S", (0.0,))
     monkeypatch.setattr(validation, "_size_of", fails_once)
     assert validate(str(root)).ok
     assert len(calls) == 9
