@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from signal_batch import job, report
+from signal_batch import job, planning, report
 from signal_batch.demo import demo_spec
 from signal_batch.errors import InputError, SignalBatchError, SpecError
 from signal_batch.features import resolve_feature
@@ -98,11 +98,11 @@ def spec_from(arguments: argparse.Namespace) -> ExportSpec:
 def _export(arguments: argparse.Namespace, run_export: RunExport) -> int:
     spec = spec_from(arguments)
     resolve_feature(spec.features, spec.feature_args)
-    pin = job.pin_inputs(spec)
+    pin = planning.pin_inputs(spec)
     if arguments.write_pin:
         write_pin(pin, arguments.write_pin)
     if arguments.dry_run:
-        report.show_dry_run(job.peek(job.plan(spec, pin, job.select(spec, pin))))
+        report.show_dry_run(job.peek(planning.plan(spec, pin, planning.select(spec, pin))))
         return 0
     _run(spec, run_export)
     return 0

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from signal_batch.errors import SignalBatchError
-from signal_batch.job import ExportJob, Outcome, claim, commit, prepare, progress_of
+from signal_batch.job import ExportJob, Outcome, claim, commit, progress_of
 from signal_batch.plan import Shard
+from signal_batch.planning import prepare
 from signal_batch.processes import run_worker, stop_workers
 from signal_batch.specs import ExportSpec
 from signal_batch.store import Receipt

@@ -12,6 +12,7 @@ from prefect.futures import PrefectFuture
 from prefect.runtime import task_run
 
 from signal_batch import job as steps
+from signal_batch import planning
 from signal_batch.export import WorkOrder
 from signal_batch.job import ExportJob, Outcome
 from signal_batch.pins import Pin
@@ -39,18 +40,18 @@ def validate_dataset(spec: ExportSpec) -> None:
 
 @task(name="pin annotations")
 def pin_inputs(spec: ExportSpec) -> Pin:
-    return steps.pin_inputs(spec)
+    return planning.pin_inputs(spec)
 
 
 @task(name="select records")
 def select_records(spec: ExportSpec, pin: Pin) -> Selection:
-    return steps.select(spec, pin)
+    return planning.select(spec, pin)
 
 
 @task(name="plan parts")
 def plan_parts(spec: ExportSpec, pin: Pin, selection: Selection) -> ExportJob:
     """Plan, and claim the output folder for this run key."""
-    job = steps.claim(steps.plan(spec, pin, selection))
+    job = steps.claim(planning.plan(spec, pin, selection))
     get_run_logger().info("run key %s, %d parts", job.run_key[:16], len(job.parts))
     return job
 

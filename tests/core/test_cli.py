@@ -20,6 +20,7 @@ from signal_batch import job as steps
 from signal_batch.cli import main
 from signal_batch.job import Outcome
 from signal_batch.pins import pin_dataset
+from signal_batch.planning import prepare
 from signal_batch.specs import ExportSpec
 from signal_batch.worker import work
 
@@ -28,7 +29,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 def export_here(spec: ExportSpec, *, on_progress: Any) -> Outcome:
     """`signal_batch.export` with the worker's work done in this process."""
-    job = steps.claim(steps.prepare(spec))
+    job = steps.claim(prepare(spec))
     progress = steps.progress_of(job)
     if progress.manifest is not None:
         return Outcome(progress.manifest, already_complete=True)
@@ -124,7 +125,7 @@ def test_a_dry_run_tells_all_and_writes_nothing(run: Run, iq_root: Path, tmp_pat
             "batch_size": 8,
         }
     )
-    job = steps.prepare(spec)
+    job = prepare(spec)
     assert job.run_key in out
     assert job.pin.fingerprint[:16] in out
     assert "selected      200 of 200 records" in out

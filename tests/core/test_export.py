@@ -25,8 +25,9 @@ import signal_dataset as sds
 import signal_batch
 from signal_batch import runner
 from signal_batch.errors import CorruptDatasetError, FeatureError, MissingValueError, SpecError
-from signal_batch.job import claim, commit, prepare, progress_of
+from signal_batch.job import claim, commit, progress_of
 from signal_batch.pins import pin_dataset
+from signal_batch.planning import prepare
 from signal_batch.specs import ExportSpec, checked
 from signal_batch.worker import work
 

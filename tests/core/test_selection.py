@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from signal_batch.errors import MissingValueError, SpecError
-from signal_batch.job import pin_inputs, select
+from signal_batch.planning import pin_inputs, select
 from signal_batch.selection import (
     Filter,
     Selection,
