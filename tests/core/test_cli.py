@@ -17,6 +17,7 @@ import signal_dataset as sds
 import yaml
 
 from signal_batch import job as steps
+from signal_batch import planning
 from signal_batch.cli import main
 from signal_batch.job import Outcome
 from signal_batch.pins import pin_dataset
@@ -608,7 +609,7 @@ def test_ctrl_c_while_planning(run: Run, iq_root: Path, monkeypatch: pytest.Monk
     def interrupted(*arguments: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(steps, "pin_inputs", interrupted)
+    monkeypatch.setattr(planning, "pin_inputs", interrupted)
     code, _, err = run("export", iq_root, "out", *COLUMN)
     assert code == 1
     assert err.startswith("signal-batch: stopped")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -341,10 +341,11 @@ def test_an_unknown_set_is_told_which_there_are(root: Path, vowels_root: Path) -
         pin_dataset(str(root), ["a", "b"])
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="permissions do not bind root")
-def test_a_dataset_that_may_not_be_read(root: Path) -> None:
+def test_a_dataset_that_may_not_be_read(
+    root: Path, unprivileged: Callable[[], AbstractContextManager[None]]
+) -> None:
     (root / "root.json").chmod(0)
-    with pytest.raises(InputError, match="no permission to read"):
+    with unprivileged(), pytest.raises(InputError, match="no permission to read"):
         pin_dataset(str(root))
 
 

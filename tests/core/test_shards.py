@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import io
-import os
 import pickle
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -281,11 +280,12 @@ def test_missing_files_and_folders(tmp_path: Path) -> None:
         pool.read(str(tmp_path), 0, options=OPTIONS)
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_a_file_without_permission(tmp_path: Path) -> None:
+def test_a_file_without_permission(
+    tmp_path: Path, unprivileged: Callable[[], AbstractContextManager[None]]
+) -> None:
     write_file(tmp_path / "a")
     (tmp_path / "a").chmod(0)
-    with pytest.raises(PermissionError):
+    with unprivileged(), pytest.raises(PermissionError):
         PooledShardStore().read(str(tmp_path / "a"), 0, options=OPTIONS)
 
 

@@ -13,6 +13,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -468,17 +469,14 @@ def test_file_systems_without_hard_links_still_create_only_once(
     assert names_below(tmp_path) == ["_receipts/part-00000.json"]
 
 
-def test_read_only_folder_is_an_output_error(tmp_path: Path) -> None:
+def test_read_only_folder_is_an_output_error(
+    tmp_path: Path, unprivileged: Callable[[], AbstractContextManager[None]]
+) -> None:
     out = tmp_path / "out"
     out.mkdir()
     out.chmod(0o555)
-    try:
-        if os.access(out, os.W_OK):
-            pytest.skip("this user (root) may write anywhere")
-        with pytest.raises(OutputError, match="no access to"):
-            OutputStore(str(out)).claim(claim_of())
-    finally:
-        out.chmod(0o755)
+    with unprivileged(), pytest.raises(OutputError, match="no access to"):
+        OutputStore(str(out)).claim(claim_of())
 
 
 @pytest.mark.skipif(shutil.which("mount") is None, reason="there is no mount command")
