@@ -354,7 +354,9 @@ _ROW_DTYPES = frozenset(dtype.str for dtype in _DTYPES.values())
 def strict_json(text: bytes, max_depth: int) -> dict[str, Any] | None:
     """Parse an object that a strict decoder reads as the same value; None where that is not sure.
 
-    Without blanks before a colon, every key in the text ends in `":`. The count of that pair is
+    Text that orjson writes back byte for byte has no duplicate key and no number out of reach.
+    Where it does not, as with exponents that are written another way, keys are counted. Without
+    blanks before a colon, every key in the text ends in `":`. The count of that pair is
     therefore at least the number of keys in the text, which is at least the number of keys in
     the parsed value; where the first and last agree no key occurs twice. Numbers that orjson
     may have turned into a float, and nesting near the limit, are left to the caller as well.
@@ -363,7 +365,11 @@ def strict_json(text: bytes, max_depth: int) -> dict[str, Any] | None:
         value = orjson.loads(text)
     except orjson.JSONDecodeError:
         return None
-    if type(value) is not dict or b"\n" in text or b"\r" in text or b"\t" in text or b" :" in text:
+    if type(value) is not dict:
+        return None
+    if text.count(b"{") + text.count(b"[") < max_depth and orjson.dumps(value) == text:
+        return value
+    if b"\n" in text or b"\r" in text or b"\t" in text or b" :" in text:
         return None
     keys = len(value) + _count_keys(value.values(), max_depth - 1)
     return value if keys == text.count(b'":') else None
