@@ -1,4 +1,12 @@
 """Prefect flows: the order of the steps of a job, one flow a file, and the installed command.
 
 What belongs here: which task follows which. What does not: anything that a task could do.
+
+Prefect reads its settings from the environment when it is first imported, and sends usage
+telemetry unless told not to: so it is told here, before it is imported.
 """
+
+import os
+
+os.environ.setdefault("DO_NOT_TRACK", "1")
+os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")

@@ -10,13 +10,12 @@ from typing import Any
 
 from signal_batch import cli
 from signal_batch.job import Outcome
+from signal_batch.report import note
 from signal_batch.specs import ExportSpec
 
-#: What a person at a terminal expects, unless they said otherwise: no telemetry, patience with a
-#: cold embedded server, and our own messages instead of Prefect's log (the run's page has it).
+#: What a person at a terminal expects, unless they said otherwise: patience with a cold embedded
+#: server, and our own messages instead of Prefect's log (the run's page has it).
 _DEFAULTS = {
-    "DO_NOT_TRACK": "1",
-    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
     "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": "180",
     "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
 }
@@ -32,10 +31,13 @@ def run_flow(spec: ExportSpec, *, on_progress: Any) -> Outcome:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     # Prefect takes its settings from the environment when it is first imported.
+    from flows import embedded
     from flows.export_features import export_features
     from tasks.tracking import listening
 
-    with listening(on_progress):
+    if not embedded.configured():
+        note("starting Prefect's embedded server (`python -m signal_batch` does without) ...")
+    with embedded.server(), listening(on_progress):
         outcome: Outcome = export_features(spec)
     return replace(outcome, watch_at=_page_of(outcome))
 
@@ -49,4 +51,8 @@ def _page_of(outcome: Outcome) -> str:
     if settings.api.url:
         return f"{settings.ui_url or settings.api.url.removesuffix('/api')}/runs/flow-run/{run_id}"
     prefect = Path(sys.executable).with_name("prefect")
-    return f"start `{prefect} server start`, then http://127.0.0.1:4200/runs/flow-run/{run_id}"
+    quiet = "DO_NOT_TRACK=1 PREFECT_SERVER_ANALYTICS_ENABLED=false"
+    return (
+        f"http://127.0.0.1:4200/runs/flow-run/{run_id}\n"
+        f"  after starting a server: {quiet} {prefect} server start"
+    )

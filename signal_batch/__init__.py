@@ -12,6 +12,7 @@ from signal_batch.iteration import batches_in_order, iterating, rng_at, training
 from signal_batch.pins import Pin, pin_dataset, read_pin, reopen, write_pin
 from signal_batch.runner import export
 from signal_batch.selection import Selection
+from signal_batch.shuffling import BlockShuffle
 from signal_batch.source import BatchFetcher, SDSSource
 from signal_batch.specs import Column, Execution, ExportSpec
 from signal_batch.validation import validate
@@ -19,6 +20,7 @@ from signal_batch.verification import verify
 
 __all__ = [
     "BatchFetcher",
+    "BlockShuffle",
     "Column",
     "Execution",
     "ExportSpec",

@@ -148,8 +148,10 @@ def _kill_when_silent(child: _Child, timeout_s: float) -> None:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        process.kill()
+    """Kill a worker and whatever its feature function started: a worker leads its group."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _forget(run_id: str, child: _Child) -> None:

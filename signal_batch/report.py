@@ -36,6 +36,12 @@ def problem(message: str) -> None:
     print(f"signal-batch: {message}", file=sys.stderr)
 
 
+def note(message: str) -> None:
+    """A line about what takes time, for a person who waits; silent where nobody watches."""
+    if sys.stderr.isatty():
+        print(message, file=sys.stderr)
+
+
 @contextmanager
 def progress_bar(total: int | None = None) -> Iterator[OnProgress]:
     """A bar with records/s and time left; silent where stderr is no terminal.

@@ -66,19 +66,28 @@ def work(order: WorkOrder, emit: Callable[[dict[str, Any]], None]) -> None:
 
 
 def end_with_parent(parent: int) -> None:
-    """End this process when its parent ends, so that no orphan goes on writing.
+    """End this process and all it started when its parent ends, so that no orphan goes on.
 
-    The parent says its own id: it may have ended while this process was still importing.
+    The parent says its own id: it may have ended while this process was still importing. For a
+    process that leads its process group; what a feature function starts belongs to that group.
     """
+    signal.signal(signal.SIGTERM, _end_group)
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # On Linux this only closes the gap before prctl; elsewhere it is what does the work.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    # On Linux this closes the gap before prctl, and helps where the main thread is busy;
+    # elsewhere it is what does the work.
     threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
 
 
 def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_S)
+    _end_group()
+
+
+def _end_group(*_: object) -> None:
+    if os.getpgrp() == os.getpid():
+        os.killpg(0, signal.SIGKILL)
     os._exit(1)
 
 
