@@ -259,17 +259,26 @@ def _raise_missing(
     """Say which record lacks what, what it has instead and what can be done about it."""
     selector = column.selector
     what = _NOUNS[selector.source]
-    shown = sorted(present)[:_NAMES_SHOWN]
-    names = ", ".join(shown) + (", ..." if len(present) > len(shown) else "")
+    shown = _paths(present) if not selector.is_array else sorted(present)
+    names = ", ".join(shown[:_NAMES_SHOWN]) + (", ..." if len(shown) > _NAMES_SHOWN else "")
     where, remedy = "", "filter such records out"
     if status is not None:
         where = f" in its row of annotation set {selector.set_name!r} (status {status})"
         remedy += f", for example with --where 'annotation:{selector.set_name} status success'"
     fix = "Correct the name" if selector.is_array else f"Give the column a default ({selector}?0)"
     raise MissingValueError(
-        f"{rows.name(position)} has no {what} {selector.path!r}{where}; "
-        f"it has: {names or 'none'}. {fix} or {remedy}."
+        f"{rows.name(position)} has no {what} {selector.path!r}{where}; it has: {names or 'none'}.",
+        f"{fix} or {remedy}.",
     )
+
+
+def _paths(values: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted keys of nested objects, as selectors name them."""
+    found: list[str] = []
+    for name, value in sorted(values.items()):
+        nested = isinstance(value, Mapping) and value
+        found += _paths(value, f"{prefix}{name}.") if nested else [f"{prefix}{name}"]
+    return found
 
 
 def look_up(values: Mapping[str, Any], path: str) -> Any:

@@ -21,10 +21,11 @@ from signal_batch import job, planning, report
 from signal_batch.demo import demo_spec
 from signal_batch.errors import InputError, SignalBatchError, SpecError
 from signal_batch.features import resolve_feature
-from signal_batch.pins import write_pin
+from signal_batch.pins import Pin, write_pin
 from signal_batch.recordings import write_japanese_vowels
 from signal_batch.runner import export
 from signal_batch.specs import ExportSpec, checked
+from signal_batch.store import OutputStore
 from signal_batch.synth import parse_shape, synthesize
 from signal_batch.validation import validate
 from signal_batch.verification import verify
@@ -102,13 +103,23 @@ def _export(arguments: argparse.Namespace, run_export: RunExport) -> int:
     if arguments.write_pin:
         write_pin(pin, arguments.write_pin)
     if arguments.dry_run:
-        report.show_dry_run(job.peek(planning.plan(spec, pin, planning.select(spec, pin))))
+        report.show_dry_run(_peeked(spec, pin))
         return 0
-    _run(spec, run_export)
+    _run(spec, pin, run_export)
     return 0
 
 
-def _run(spec: ExportSpec, run_export: RunExport) -> None:
+def _peeked(spec: ExportSpec, pin: Pin) -> job.ExportJob:
+    return job.peek(planning.plan(spec, pin, planning.select(spec, pin)))
+
+
+def _run(spec: ExportSpec, pin: Pin, run_export: RunExport) -> None:
+    # Whether there is anything to do is known before a server is started for it.
+    if OutputStore(spec.output).read_manifest() is not None:
+        standing = job.progress_of(_peeked(spec, pin)).manifest
+        if standing is not None:
+            report.show_outcome(spec.output, job.Outcome(standing, already_complete=True))
+            return
     with report.progress_bar() as on_progress:
         outcome = run_export(spec, on_progress=on_progress)
     report.show_outcome(spec.output, outcome)
@@ -180,7 +191,7 @@ def _demo(arguments: argparse.Namespace, run_export: RunExport) -> int:
     print(f"1. 640 recorded utterances of 9 speakers: {dataset}")
     print("2. exporting their features in two workers ...", flush=True)
     spec = demo_spec(str(dataset), str(output))
-    _run(spec, run_export)
+    _run(spec, planning.pin_inputs(spec), run_export)
     print(report.reading_hint(output))
     return 0
 

@@ -82,9 +82,16 @@ class CorruptDatasetError(SignalBatchError, ValueError):
 
 
 class MissingValueError(SignalBatchError, KeyError):
-    """A record lacks the key or field that a column asks for."""
+    """A record lacks the key or field that a column asks for.
+
+    `problem` is the message without what can be done about it.
+    """
 
     exit_code = 2
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem} {remedy}".rstrip())
+        self.problem = problem
 
 
 class FeatureError(SignalBatchError):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -185,7 +186,11 @@ def _run(feature: Feature, batch: Mapping[str, Values]) -> Batch:
     except InputError:  # options that do not fit the columns: already written for people
         raise
     except Exception as exc:
-        raise FeatureError(f"{subject}: {type(exc).__name__}: {exc}") from exc
+        where = traceback.extract_tb(exc.__traceback__)[-1]
+        raise FeatureError(
+            f"{subject}: {type(exc).__name__}: {exc} (in {where.name}, {where.filename}, line "
+            f"{where.lineno}; the batch has {', '.join(batch)})"
+        ) from exc
     if not isinstance(result, Mapping):
         raise FeatureError(f"{subject}: returned a {type(result).__name__}, not a dict of arrays")
     checked: Batch = {}

@@ -12,6 +12,7 @@ import signal_dataset as sds
 from signal_batch import selection as filters
 from signal_batch.arrow import arrow_schema, to_record_batch
 from signal_batch.errors import (
+    MissingValueError,
     SpecError,
 )
 from signal_batch.export import UNREADABLE, array_columns
@@ -152,7 +153,14 @@ class _FilterReader:
         reader = self._readers.get(item.text)
         if reader is None:
             reader = self._readers[item.text] = RecordReader(self._dataset, (item.column,))
-        return list(reader.read(ordinals)[item.column.name])
+        try:
+            return list(reader.read(ordinals)[item.column.name])
+        except MissingValueError as exc:
+            selector = item.column.selector
+            raise MissingValueError(
+                f"filter {item.text!r}: {exc.problem} Give the filter a default, as in "
+                f"{selector}?0, or put a filter before it that keeps such records away."
+            ) from None
 
 
 def _probe_ordinals(selection: Selection, record_bytes: float) -> npt.NDArray[np.int64]:

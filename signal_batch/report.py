@@ -25,7 +25,7 @@ from signal_batch.errors import DamagedOutputError, SignalBatchError
 from signal_batch.job import ExportJob, Outcome, progress_of
 from signal_batch.pins import Pin
 from signal_batch.store import OutputStore
-from signal_batch.validation import FieldSummary, Validation
+from signal_batch.validation import FieldSummary, Keys, Validation
 from signal_batch.verification import Verification
 
 OnProgress = Callable[..., None]
@@ -60,12 +60,14 @@ def progress_bar(total: int | None = None) -> Iterator[OnProgress]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("records", total=total)
+        task = bar.add_task("records" if total else "planning", total=total)
 
         def on_progress(rows: int, total: int | None = None) -> None:
             if total is not None:
-                bar.update(task, total=total)
-            bar.advance(task, rows)
+                # What an earlier run left is done, but was not done at this run's speed.
+                bar.reset(task, total=total, completed=rows, description="records")
+            else:
+                bar.advance(task, rows)
 
         yield on_progress
 
@@ -96,7 +98,7 @@ def show_manifest(output: str, manifest: dict[str, Any]) -> None:
     print(f"  run key {manifest['run_key'][:16]}, dataset {manifest['pin']['fingerprint'][:16]}")
     run = manifest.get("run") or {}
     if run.get("flow_run_name"):
-        print(f"  Prefect flow run {run['flow_run_name']} ({run['flow_run_id']})")
+        print(f"  written by Prefect flow run {run['flow_run_name']} ({run['flow_run_id']})")
 
 
 def show_dry_run(job: ExportJob) -> None:
@@ -134,11 +136,11 @@ def show_validation(result: Validation, *, judge: bool = True) -> None:
     print(f"fields        (from {scope})")
     for name, item in sorted(result.fields.items()):
         print(f"  {name}: {_described(item, result.examined)}")
-    if result.metadata_keys:
-        print(f"metadata      {', '.join(result.metadata_keys)}")
+    _show_keys("metadata", result.metadata_keys, result.examined)
     for name, counts in result.statuses.items():
         shown = ", ".join(f"{count:,} {status}" for status, count in counts.items())
         print(f"annotations   {name}: {shown}")
+        _show_keys("  values", result.annotation_keys[name], result.examined)
     others = [name for name in result.known_annotations if name not in result.statuses]
     if others:
         print(f"other sets    {', '.join(others)}")
@@ -159,7 +161,8 @@ def show_verification(result: Verification) -> None:
             f"files, {human_bytes(result.bytes)}"
         )
     else:
-        print(f"{result.uri}: {len(result.faults)} faults")
+        plural = "" if len(result.faults) == 1 else "s"
+        print(f"{result.uri}: {len(result.faults)} fault{plural}")
 
 
 def show_output(path: str) -> bool:
@@ -235,8 +238,16 @@ def _show_pin(pin: Pin) -> None:
         )
 
 
+def _show_keys(title: str, keys: Keys, examined: int) -> None:
+    """Dotted keys with their types, as columns and filters name them."""
+    for name, item in keys.items():
+        partly = f", in {item.records:,} of {examined:,}" if item.records != examined else ""
+        print(f"{title:<14}{name}: {' or '.join(sorted(item.types))}{partly}")
+        title = ""
+
+
 def _described(item: FieldSummary, examined: int) -> str:
-    axes = " or ".join("x".join(names) for names in sorted(item.axes))
+    axes = " or ".join(" x ".join(names) for names in sorted(item.axes))
     smallest = "x".join(map(str, item.smallest)) or "scalar"
     largest = "x".join(map(str, item.largest)) or "scalar"
     shape = f"{smallest} to {largest}" if item.varies else smallest

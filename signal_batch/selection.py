@@ -10,9 +10,9 @@ A filter is one line; all filters must hold::
     scene == "scene-17"
     ordinal < 1000
 
-Filters apply in the order given, and a record that one refuses is not shown to the next: put
-`annotation:SET status success` before a filter on the values of SET. A record that lacks a key
-is an error, unless the selector names a default: `metadata:snr_db?0 >= 5`.
+Filters apply in the order given, those on a status first, and a record that one refuses is not
+shown to the next. A record that lacks a key is an error, unless the selector names a default:
+`metadata:snr_db?0 >= 5`.
 
 Only metadata and annotation rows are read, never samples. A resolved selection is kept as runs
 of consecutive ordinals, and its digest is part of the run key.
@@ -175,6 +175,8 @@ def resolve(
     """
     if not filters:
         return Selection.all_of(record_count)
+    # The values of a row that is not a success are often absent, so statuses are asked for first.
+    filters = sorted(filters, key=lambda item: item.status_of is None)
     kept = list(_kept(record_count, filters, blocks, block_size))
     return Selection.of(np.concatenate(kept) if kept else [])
 

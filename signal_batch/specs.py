@@ -184,7 +184,10 @@ class Column(_Frozen):
         if self.selector.is_array or self.selector.source in IDENTITY_SOURCES:
             raise SpecError(f"{subject}: only metadata and annotation values take a default")
         if self.default is None and not (self.dtype or "").startswith(("float", "str")):
-            raise SpecError(f"{subject}: a null default needs a float dtype or str")
+            raise SpecError(
+                f"{subject}: a null default needs a float dtype or str, "
+                f"as in {self.selector}:float32?null"
+            )
         if isinstance(self.default, list | dict):
             raise SpecError(f"{subject}: a default is a single value, not a {self.default!r}")
         if isinstance(self.default, float) and not math.isfinite(self.default):
@@ -359,6 +362,13 @@ def _without_user(rest: str) -> str:
     return rest if is_host or "@" not in path else path.partition("@")[2]
 
 
+def _unknown_field(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
+    if len(path) == 1 and path[0] in Execution.model_fields:
+        return f"there is no such field; it is execution.{path[0]}"
+    known = Execution if path[0] == "execution" else model
+    return f"there is no such field; there are {', '.join(known.model_fields)}"
+
+
 def checked(model: type[M], value: Mapping[str, Any]) -> M:
     """Build a model, turning pydantic's report into a `SpecError` that a person can read."""
     try:
@@ -368,5 +378,7 @@ def checked(model: type[M], value: Mapping[str, Any]) -> M:
         for item in exc.errors(include_url=False, include_context=False):
             where = ".".join(str(part) for part in item["loc"])
             message = item["msg"].removeprefix("Value error, ")
+            if item["type"] == "extra_forbidden":
+                message = _unknown_field(model, item["loc"])
             lines.append(f"{where}: {message}" if where else message)
         raise SpecError("; ".join(lines)) from exc

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import uuid
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
@@ -334,10 +335,13 @@ def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str
             changes += [f"{key}.{change}" for change in differences(there, here)]
         else:
             changes.append(f"{key}: there {_shown(there)}, here {_shown(here)}")
-    return changes
+    # What a person wrote comes first, digests that follow from it last.
+    return sorted(changes, key=lambda change: not change.startswith(("spec.", "where:")))
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value):
+        return value[:12]
     return "the default" if value is None else json.dumps(value, ensure_ascii=False)
 
 

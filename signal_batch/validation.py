@@ -67,6 +67,20 @@ class FieldSummary:
         }
 
 
+@dataclass(slots=True)
+class KeySummary:
+    """JSON types under one dotted key of metadata or annotation values, and in how many records."""
+
+    types: set[str] = field(default_factory=set)
+    records: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"types": sorted(self.types), "records": self.records}
+
+
+Keys = dict[str, KeySummary]
+
+
 @dataclass(frozen=True, slots=True)
 class Validation:
     """The pin and what the dataset looks like; `faults` is empty for a sound dataset."""
@@ -75,8 +89,9 @@ class Validation:
     examined: int
     deep: bool
     fields: dict[str, FieldSummary]
-    metadata_keys: dict[str, int]
+    metadata_keys: Keys
     statuses: dict[str, dict[str, int]]
+    annotation_keys: dict[str, Keys]
     known_annotations: tuple[str, ...]
     faults: tuple[str, ...]
 
@@ -90,8 +105,12 @@ class Validation:
             "examined": self.examined,
             "deep": self.deep,
             "fields": {name: item.to_dict() for name, item in self.fields.items()},
-            "metadata_keys": self.metadata_keys,
+            "metadata_keys": {name: item.to_dict() for name, item in self.metadata_keys.items()},
             "statuses": self.statuses,
+            "annotation_keys": {
+                name: {key: item.to_dict() for key, item in keys.items()}
+                for name, keys in self.annotation_keys.items()
+            },
             "known_annotations": list(self.known_annotations),
             "faults": list(self.faults),
         }
@@ -150,8 +169,8 @@ def _examine(pin: Pin, dataset: sds.Dataset, deep: bool, check_objects: bool) ->
             findings.add(fault)
     ordinals = _ordinals(pin.record_count, deep)
     fields, keys = _describe(pin, dataset, ordinals, findings)
-    statuses = {
-        item.name: _count_statuses(pin, dataset, item.name, ordinals, findings)
+    labels = {
+        item.name: _describe_annotations(pin, dataset, item.name, ordinals, findings)
         for item in pin.annotations
     }
     if deep:
@@ -161,8 +180,9 @@ def _examine(pin: Pin, dataset: sds.Dataset, deep: bool, check_objects: bool) ->
         examined=len(ordinals),
         deep=deep,
         fields=fields,
-        metadata_keys=dict(sorted(keys.items())),
-        statuses=statuses,
+        metadata_keys=keys,
+        statuses={name: counts for name, (counts, _) in labels.items()},
+        annotation_keys={name: found for name, (_, found) in labels.items()},
         known_annotations=tuple(sorted(dataset.annotations)),
         faults=tuple(findings.faults),
     )
@@ -207,32 +227,46 @@ def _ordinals(record_count: int, deep: bool) -> npt.NDArray[np.int64]:
 
 def _describe(
     pin: Pin, dataset: sds.Dataset, ordinals: npt.NDArray[np.int64], findings: _Findings
-) -> tuple[dict[str, FieldSummary], Counter[str]]:
+) -> tuple[dict[str, FieldSummary], Keys]:
     fields: dict[str, FieldSummary] = {}
-    keys: Counter[str] = Counter()
+    keys: Keys = {}
     seen: dict[str, int] = {}
     for block in _blocks(ordinals):
         for ordinal, row in _guarded(pin, block, findings, lambda b: metadata_rows(dataset, b)):
-            keys.update(row.metadata.keys())
+            _note_keys(keys, row.metadata)
             for name, (dtype, shape, axes) in row.fields.items():
                 fields.setdefault(name, FieldSummary()).add(dtype, shape, axes)
             if (first := seen.setdefault(row.id, ordinal)) != ordinal:
                 findings.add(f"records {first} and {ordinal} have the same id {row.id!r}")
-    return fields, keys
+    return fields, dict(sorted(keys.items()))
 
 
-def _count_statuses(
+def _note_keys(keys: Keys, values: Mapping[str, Any], prefix: str = "") -> None:
+    """Count the keys of nested objects by their dotted path, with the types found there."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            _note_keys(keys, value, f"{prefix}{name}.")
+        else:
+            summary = keys.setdefault(f"{prefix}{name}", KeySummary())
+            summary.types.add("null" if value is None else type(value).__name__)
+            summary.records += 1
+
+
+def _describe_annotations(
     pin: Pin,
     dataset: sds.Dataset,
     name: str,
     ordinals: npt.NDArray[np.int64],
     findings: _Findings,
-) -> dict[str, int]:
+) -> tuple[dict[str, int], Keys]:
     counts: Counter[str] = Counter()
+    keys: Keys = {}
     for block in _blocks(ordinals):
         rows = _guarded(pin, block, findings, lambda b: annotation_rows(dataset, name, b))
-        counts.update(status for _, (status, _) in rows)
-    return dict(sorted(counts.items()))
+        for _, (status, values) in rows:
+            counts[status] += 1
+            _note_keys(keys, values)
+    return dict(sorted(counts.items())), dict(sorted(keys.items()))
 
 
 def _decode_all(pin: Pin, dataset: sds.Dataset, fields: Sequence[str], findings: _Findings) -> None:

@@ -28,11 +28,10 @@ class RunProgress:
 
     def __init__(self, done: int, total: int) -> None:
         self.total = total
-        self._done = 0
+        self._done = done
         self._lock = threading.Lock()
         for listener in _listeners:
-            listener(0, total=total)
-        self.add(done)
+            listener(done, total=total)
 
     def add(self, rows: int) -> None:
         with self._lock:

@@ -435,7 +435,7 @@ def test_validate(run: Run, iq_root: Path, tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     assert pin.fingerprint in out
     assert "200 in 5 shards" in out
-    assert "samples: complex64 2x64 (channelxtime)" in out
+    assert "samples: complex64 2x64 (channel x time)" in out
     assert "sound, every record decoded" in out
     assert "other sets    truth-v1" in out
     review = sds.open(str(iq_root)).annotations["review-v1"]

@@ -55,6 +55,12 @@ FEATURE = """
                 time.sleep(600)
             elif action.startswith("kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif action.startswith("nest"):
+                import subprocess
+
+                child = subprocess.Popen(["sleep", "600"])
+                (folder / "nested").write_text(str(child.pid))
+                time.sleep(600)
             elif action.startswith("exit"):
                 print("secret is", "x" * 5, file=sys.stderr)
                 os._exit(9)
@@ -337,6 +343,18 @@ def test_a_hung_worker_does_not_keep_ctrl_c_waiting(scene: Scene) -> None:
 
 
 # --- twice at the same time --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])
+def test_what_a_feature_started_ends_with_the_program(scene: Scene, how: signal.Signals) -> None:
+    scene.act("nest 40")
+    program = scene.start()
+    nested = scene.folder / "nested"
+    wait_until(lambda: nested.exists() and nested.read_text() != "")
+    pids = {int(nested.read_text()), *children_of(program.pid)}
+    program.send_signal(how)
+    assert none_within(pids, 5)
+    program.communicate()
 
 
 def test_the_same_export_twice_at_the_same_time(scene: Scene) -> None:

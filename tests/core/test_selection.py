@@ -325,9 +325,12 @@ def test_a_missing_value_is_an_error_where_no_earlier_filter_spares_it(iq_root: 
     with pytest.raises(MissingValueError, match=r"has no metadata key 'roll_off'.*metadata:roll"):
         selected(iq_root, "metadata:roll_off > 0.2")
     with pytest.raises(MissingValueError, match=r"annotation set 'review-v1' \(status skipped\)"):
-        selected(
-            iq_root, "annotation:review-v1/quality > 0.5", "annotation:review-v1 status success"
-        )
+        selected(iq_root, "annotation:review-v1/quality > 0.5")
+
+
+def test_a_status_is_asked_for_before_values_whatever_the_order(iq_root: Path) -> None:
+    filters = ("annotation:review-v1/quality > 0.5", "annotation:review-v1 status success")
+    assert selected(iq_root, *filters) == selected(iq_root, *reversed(filters))
 
 
 def test_values_of_another_kind_are_an_error(iq_root: Path) -> None:

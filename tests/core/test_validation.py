@@ -61,7 +61,7 @@ def test_a_sound_dataset_is_described_as_a_plain_loop_would(
     assert found.ok
     assert (found.faults, found.examined, found.deep) == ((), 17, deep)
     assert found.pin == pin_dataset(str(root)).pin
-    assert found.metadata_keys == {"index": 17, "odd": 8}
+    assert {k: v.records for k, v in found.metadata_keys.items()} == {"index": 17, "odd": 8}
     assert set(found.fields) == {"samples", "mask"}
     for name, summary in found.fields.items():
         fields = [record[name] for record in records if name in record]
@@ -106,7 +106,13 @@ def test_the_result_is_json(vowels_root: Path) -> None:
     assert document["pin"] == found.pin.model_dump(mode="json")
     assert document["fields"]["samples"]["smallest_shape"] == [12, 7]
     assert document["fields"]["samples"]["largest_shape"] == [12, 29]
-    assert document["metadata_keys"] == {"frames": 640, "split": 640}
+    assert document["metadata_keys"] == {
+        "frames": {"types": ["int"], "records": 640},
+        "split": {"types": ["str"], "records": 640},
+    }
+    assert document["annotation_keys"] == {
+        "speakers-v1": {"label": {"types": ["int"], "records": 640}}
+    }
     assert document["statuses"] == {"speakers-v1": {"success": 640}}
     assert document["faults"] == []
 
