@@ -269,6 +269,19 @@ def _segment_size(samples: Array, nperseg: int, nfft: int | None) -> int:
     return min(nperseg, int(samples.shape[-1]))
 
 
+def _weights(window: str | Sequence[Any], size: int) -> Array:
+    """A window (size,) of SciPy's, periodic as for spectra.
+
+    The default is worked out here: loading `scipy.signal` takes longer than a small export.
+    """
+    if window == "hann" and size > 1:
+        return np.asarray(0.5 - 0.5 * np.cos(2 * np.pi * np.arange(size) / size))
+    weights: Array = scipy.signal.get_window(
+        window if isinstance(window, str) else tuple(window), size
+    )
+    return weights
+
+
 def _window(
     samples: Array, window: str | Sequence[Any], size: int, scaling: str, sample_rate_hz: float
 ) -> tuple[Array, float]:
@@ -278,9 +291,7 @@ def _window(
     if scaling not in ("density", "spectrum"):
         raise SpecError(f"scaling must be density or spectrum, not {scaling!r}")
     try:
-        weights = scipy.signal.get_window(
-            window if isinstance(window, str) else tuple(window), size
-        )
+        weights = _weights(window, size)
     except (ValueError, TypeError) as exc:
         raise SpecError(f"window {window!r}: {exc}") from exc
     dtype = np.empty(0, _working_dtype(samples.dtype)).real.dtype

@@ -8,6 +8,8 @@ Exit codes: 0 done, 1 the job failed, 2 bad input. A person sees one line, never
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import sys
@@ -57,9 +59,12 @@ annotation:SET/KEY, annotation-field:SET/FIELD, id, scene and ordinal.
 
 def main(argv: Sequence[str] | None = None, *, run_export: RunExport = export) -> int:
     """Run one command and return its exit code."""
-    if "" not in sys.path:
-        # Feature functions in the user's folder are found, as `python -m` would find them.
-        sys.path.insert(0, str(Path.cwd()))
+    with contextlib.suppress(OSError):  # a folder that is gone has no feature functions either
+        # Behind everything installed: a tasks.py beside the user must not hide ours.
+        sys.path.append(str(Path.cwd()))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments, run_export))
@@ -71,6 +76,11 @@ def main(argv: Sequence[str] | None = None, *, run_export: RunExport = export) -
         return 1
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output went away
+        return 1
+    except Exception as exc:
+        if os.environ.get("SIGNAL_BATCH_DEBUG"):
+            raise
+        report.problem(f"unexpected {type(exc).__name__}: {exc} (SIGNAL_BATCH_DEBUG=1 shows where)")
         return 1
 
 
@@ -405,7 +415,7 @@ def _feature_arg(text: str) -> tuple[str, Any]:
         raise SpecError(f"--feature-arg {text!r} must read KEY=VALUE")
     try:
         return name, json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return name, value
 
 

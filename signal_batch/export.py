@@ -11,6 +11,8 @@ written. Whoever dies in between leaves a file that no receipt names.
 from __future__ import annotations
 
 import base64
+import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ import pyarrow as pa
 
 from signal_batch.arrow import to_record_batch
 from signal_batch.batches import Batch
-from signal_batch.errors import CorruptDatasetError, MissingValueError
+from signal_batch.errors import CorruptDatasetError, MissingValueError, OutputError
 from signal_batch.features import Feature, compute, resolve_feature
 from signal_batch.iteration import batches_in_order, iterating
 from signal_batch.parquet import PartFile, write_part
@@ -39,6 +41,7 @@ from signal_batch.stages import overlapped
 from signal_batch.store import OutputStore, Receipt
 
 Progress = Callable[[int], None]
+TEMPORARY = "signal-batch-part-"
 UNREADABLE = (CorruptDatasetError, MissingValueError)
 
 #: Bytes that wait between two steps of a worker: read but not computed, computed but not written.
@@ -140,9 +143,14 @@ class PartExporter:
         the ceiling.
         """
         order = self._order
+        if (self._store.read_claim() or {}).get("run_key") != order.run_key:
+            raise OutputError(
+                f"{order.spec.output} no longer has the claim of this job; was it removed while "
+                "the job ran? Remove what is left of it and run the same command again"
+            )
         aside = _SetAside(order, part, self._identities)
         self._fetch.expect(np.append(selection.ordinals(), order.first_after(part)))
-        with tempfile.TemporaryDirectory(prefix="signal-batch-") as folder:
+        with tempfile.TemporaryDirectory(prefix=f"{TEMPORARY}{os.getpid()}-") as folder:
             local = Path(folder) / "part.parquet"
             computed = self._record_batches(selection, aside, progress)
             with overlapped(computed, attrgetter("nbytes"), WAITING_BYTES) as batches:
@@ -189,6 +197,18 @@ class PartExporter:
     ) -> None:
         self._fetch.close()
         self._identities.close()
+
+
+def sweep_temporary() -> None:
+    """Remove the temporary folders that killed workers of this user left on this machine."""
+    for path in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*-*"):
+        owner = path.name.removeprefix(TEMPORARY).partition("-")[0]
+        try:
+            os.kill(int(owner), 0)
+        except ProcessLookupError:
+            shutil.rmtree(path, ignore_errors=True)
+        except (ValueError, OSError):
+            continue
 
 
 def features_of(

@@ -182,10 +182,10 @@ def _run(feature: Feature, batch: Mapping[str, Values]) -> Batch:
     """Call the function once and check what comes back."""
     subject = f"feature {feature.name}, {ordinal_range(batch)}"
     try:
-        result = feature.function(dict(batch), **feature.options)
-    except InputError:  # options that do not fit the columns: already written for people
+        result = feature.function(_read_only(batch), **feature.options)
+    except (InputError, KeyboardInterrupt):  # written for people already, or a person's wish
         raise
-    except Exception as exc:
+    except BaseException as exc:  # a function that calls sys.exit() must not end the export
         where = traceback.extract_tb(exc.__traceback__)[-1]
         raise FeatureError(
             f"{subject}: {type(exc).__name__}: {exc} (in {where.name}, {where.filename}, line "
@@ -196,10 +196,30 @@ def _run(feature: Feature, batch: Mapping[str, Values]) -> Batch:
     checked: Batch = {}
     for name, value in result.items():
         try:
-            checked[name] = _checked_column(name, value, len(batch["ordinal"]))
+            found = _checked_column(name, value, len(batch["ordinal"]))
+            checked[name] = found if feature.reference in BUILT_IN else _own(found)
         except ValueError as exc:
             raise FeatureError(f"{subject}: column {name!r} {exc}") from None
     return checked
+
+
+def _read_only(batch: Mapping[str, Values]) -> Batch:
+    """Views that a function cannot change: ids and labels are written as they were read."""
+
+    def locked(array: Array) -> Array:
+        view = array.view()
+        view.setflags(write=False)
+        return view
+
+    return {
+        name: [locked(item) for item in value] if isinstance(value, list) else locked(value)
+        for name, value in batch.items()
+    }
+
+
+def _own(value: Values) -> Values:
+    """A copy: a function may hand out the same buffer again while this batch waits."""
+    return [item.copy() for item in value] if isinstance(value, list) else value.copy()
 
 
 def _checked_column(name: Any, value: Any, rows: int) -> Values:

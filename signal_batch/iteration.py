@@ -55,7 +55,7 @@ def training_batches(
     world: int = 1,
     transform: Transform | None = None,
     block_shuffle: BlockShuffle | None = None,
-    threads: int = 1,
+    threads: int = 2,
     prefetch_batches: int = 4,
 ) -> grain.IterDataset:
     """Batches of the global training order, from a cursor, for one of `world` ranks.

@@ -29,7 +29,7 @@ from signal_batch.specs import (
     ExportSpec,
     digest,
 )
-from signal_batch.store import OutputStore, Receipt
+from signal_batch.store import DATA, MANIFEST, OutputStore, Receipt
 
 FORMAT = "signal-batch.export"
 _PACKAGES = ("signal-batch", "signal-dataset", "numpy", "scipy", "pyarrow", "grain")
@@ -106,10 +106,20 @@ def claim(job: ExportJob) -> ExportJob:
 def _as_planned(job: ExportJob, standing: Mapping[str, Any]) -> ExportJob:
     try:
         planned = standing["plan"]
+        columns = tuple(Column.parse(text) for text in planned["columns"])
+        schema = decode_schema(planned["schema"])
+        # Only what the probe decides may differ from this run's own plan.
+        if [(c.name, c.selector) for c in columns] != [(c.name, c.selector) for c in job.columns]:
+            raise ValueError("its columns are not those of the spec")
+        if schema.names != job.schema.names:
+            raise ValueError("its schema is not that of the spec")
+        for name in ("batch_rows", "part_rows"):
+            if type(planned[name]) is not int or planned[name] < 1:
+                raise ValueError(f"{name} is {planned[name]!r}")
         return replace(
             job,
-            columns=tuple(Column.parse(text) for text in planned["columns"]),
-            schema=decode_schema(planned["schema"]),
+            columns=columns,
+            schema=schema,
             batch_rows=planned["batch_rows"],
             part_rows=planned["part_rows"],
         )
@@ -135,7 +145,34 @@ def progress_of(job: ExportJob) -> Progress:
     return Progress(
         shards=group_into_shards(missing, job.spec.execution.workers, job.pin.record_bytes),
         done_rows=sum(part.rows for part in parts) - sum(part.rows for part in missing),
-        manifest=None if missing else store.read_manifest(),
+        manifest=None if missing else _standing_manifest(job, store, receipts),
+    )
+
+
+def _standing_manifest(
+    job: ExportJob, store: OutputStore, receipts: Mapping[int, Receipt]
+) -> dict[str, Any] | None:
+    """The manifest of an output that is complete; None where only the commit is missing.
+
+    Raises `DamagedOutputError` where the manifest, the receipts and the files disagree.
+    """
+    manifest = store.read_manifest()
+    if manifest is None:
+        return None
+    expected = [receipts[part.index].to_dict() for part in job.parts]
+    present = store.listing(DATA)
+    lost = [entry["file"] for entry in expected if present.get(entry["file"]) != entry["bytes"]]
+    if manifest.get("run_key") != job.run_key or manifest.get("files") != expected:
+        fault = f"its {MANIFEST} does not agree with its receipts"
+    elif lost:
+        fault = f"{', '.join(lost[:3])} {'is' if len(lost) == 1 else 'are'} missing or cut short"
+    elif not isinstance(manifest.get("totals"), dict):
+        fault = f"its {MANIFEST} has no totals"
+    else:
+        return manifest
+    raise DamagedOutputError(
+        f"{store.uri} was complete, but {fault}; see `signal-batch verify`. To write it anew, "
+        f"remove {MANIFEST} and the receipts of the parts concerned, and run the same command"
     )
 
 

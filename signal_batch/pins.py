@@ -37,7 +37,7 @@ from signal_batch.errors import (
 )
 from signal_batch.failures import boundary_error, patiently
 from signal_batch.shards import MemoObjectStore, PooledShardStore
-from signal_batch.specs import checked, redact, refuse_credentials
+from signal_batch.specs import checked, local_path, redact, refuse_credentials
 from signal_batch.staging import SharedShardCache
 
 CATALOG = "annotations/catalog.json"
@@ -155,6 +155,8 @@ def reopen(pin: Pin) -> PinnedDataset:
             ("dataset_id", "dataset id"),
             ("snapshot_id", "snapshot"),
             ("record_count", "records"),
+            ("shard_count", "shards"),
+            ("stored_bytes", "stored bytes"),
             ("fingerprint", "fingerprint"),
         )
         if getattr(pin, name) != getattr(found, name)
@@ -200,7 +202,7 @@ def absolute_uri(uri: str) -> str:
         )
     if scheme:
         return uri.rstrip("/")
-    return str(Path(uri).expanduser().absolute()).rstrip("/") or "/"
+    return str(local_path(uri)).rstrip("/") or "/"
 
 
 def _open(uri: str) -> sds.Dataset:

@@ -25,7 +25,14 @@ from signal_batch.store import Receipt
 
 OnProgress = Callable[[int], None]
 #: One thread each: workers are processes, and results must not depend on how many there are.
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+_THREADS = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+#: glibc gives every batch back to the system and takes it anew, page by page, unless told not to.
+_ALLOCATOR = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+}
 
 
 @dataclass
@@ -42,6 +49,11 @@ _processes: dict[int, subprocess.Popen[bytes]] = {}
 _stopped: set[str] = set()
 
 
+def worker_environment() -> dict[str, str]:
+    """The environment of a worker process; what is set already stays."""
+    return {**_THREADS, **_ALLOCATOR, **os.environ}
+
+
 def run_worker(order: WorkOrder, on_progress: OnProgress, *, run_id: str) -> list[Receipt]:
     """Run one worker process to its end and return the receipts of all parts of the order.
 
@@ -56,7 +68,7 @@ def run_worker(order: WorkOrder, on_progress: OnProgress, *, run_id: str) -> lis
     with tempfile.TemporaryFile() as log:
         child = _start(run_id, log)
         watchdog = threading.Thread(
-            target=_kill_when_silent, args=(child, order.spec.execution.timeout_s), daemon=True
+            target=_watch, args=(child, order.spec.execution.timeout_s), daemon=True
         )
         watchdog.start()
         try:
@@ -65,6 +77,7 @@ def run_worker(order: WorkOrder, on_progress: OnProgress, *, run_id: str) -> lis
             code = child.process.wait()
         finally:
             _kill(child.process)
+            watchdog.join()
             _forget(run_id, child)
         if code == 0 and error is None and len(receipts) == len(order.parts):
             return receipts
@@ -90,16 +103,15 @@ def worker_pids(run_id: str) -> list[int]:
 
 
 def _start(run_id: str, log: IO[bytes]) -> _Child:
-    environment = dict.fromkeys(_THREAD_VARIABLES, "1") | dict(os.environ)
     with _lock:
         if run_id in _stopped:
             raise StoppedError("the run was stopped")
         process = subprocess.Popen(
-            [sys.executable, "-m", "signal_batch.worker", str(os.getpid())],
+            [sys.executable, "-P", "-m", "signal_batch.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
-            env=environment,
+            env=worker_environment(),
             start_new_session=True,  # Ctrl-C reaches the parent alone, which then stops us
         )
         _children.setdefault(run_id, set()).add(process.pid)
@@ -138,20 +150,29 @@ def _listen(
     return receipts, error
 
 
-def _kill_when_silent(child: _Child, timeout_s: float) -> None:
+def _watch(child: _Child, timeout_s: float) -> None:
+    """Kill a silent worker; when it has ended, end what it left running.
+
+    What a feature function forked holds the worker's pipe open, which would never come to its
+    end.
+    """
     while child.process.poll() is None:
-        if time.monotonic() - child.last_event > timeout_s:
+        if time.monotonic() - child.last_event > timeout_s and not child.silent:
             child.silent = True
             _kill(child.process)
-            return
-        time.sleep(min(0.5, timeout_s / 4))
+        time.sleep(min(0.1, timeout_s / 4))
+    _kill_group(child.process.pid)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill a worker and whatever its feature function started: a worker leads its group."""
     if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process.pid)
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, signal.SIGKILL)
 
 
 def _forget(run_id: str, child: _Child) -> None:

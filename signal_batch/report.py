@@ -28,12 +28,17 @@ from signal_batch.store import OutputStore
 from signal_batch.validation import FieldSummary, Keys, Validation
 from signal_batch.verification import Verification
 
+_LONGEST_LINE = 4000
+
 OnProgress = Callable[..., None]
 
 
 def problem(message: str) -> None:
-    """One line on stderr."""
-    print(f"signal-batch: {message}", file=sys.stderr)
+    """One line on stderr, whatever a feature function or a library put into its message."""
+    line = "".join(c if c.isprintable() else " " for c in " ".join(message.split()))
+    if len(line) > _LONGEST_LINE:
+        line = f"{line[:_LONGEST_LINE]} ..."
+    print(f"signal-batch: {line}", file=sys.stderr)
 
 
 def note(message: str) -> None:

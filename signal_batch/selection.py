@@ -212,7 +212,7 @@ def _status_filter(text: str, selector: str, value: str) -> Filter:
 def _literal(text: str) -> Any:
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text.strip("'\"")
 
 

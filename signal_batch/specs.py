@@ -22,6 +22,7 @@ import re
 from collections.abc import Mapping
 from decimal import Decimal
 from hashlib import sha256
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
@@ -210,7 +211,7 @@ class Column(_Frozen):
         if mark:
             try:
                 default = json.loads(default_text, parse_constant=_constant)
-            except ValueError:
+            except (ValueError, RecursionError):
                 default = default_text
             fields |= {"has_default": True, "default": default}
         return fields
@@ -338,11 +339,23 @@ def refuse_credentials(uri: str) -> None:
     """Refuse a URI that carries a user, a password or a query: those end up in logs."""
     if not uri or not uri.strip():
         raise SpecError("a dataset or output URI is empty")
+    try:
+        uri.encode()
+    except UnicodeEncodeError:
+        raise SpecError(f"{uri!r} is not a name in UTF-8") from None
     if uri != redact(uri):
         raise SpecError(
             f"{redact(uri)} carries credentials or a query in the URI; "
             "give them through the environment instead (for example AWS_PROFILE)"
         )
+
+
+def local_path(path: str) -> Path:
+    """An absolute local path; `~` stands for a home folder."""
+    try:
+        return Path(path).expanduser().absolute()
+    except (RuntimeError, OSError) as exc:
+        raise SpecError(f"{path} is no path here: {exc}") from exc
 
 
 def redact(uri: str) -> str:

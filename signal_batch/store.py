@@ -21,6 +21,8 @@ import os
 import re
 import uuid
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -36,13 +38,14 @@ from signal_batch.errors import (
     SpecError,
     StorageError,
 )
-from signal_batch.specs import redact, refuse_credentials
+from signal_batch.specs import local_path, redact, refuse_credentials
 
 CLAIM = "_spec.json"
 MANIFEST = "_manifest.json"
 RECEIPTS = "_receipts"
 QUARANTINE = "_quarantine"
 DATA = "data"
+_FETCHES = 16
 
 _RECEIPT_TYPES: dict[str, type] = {"int": int, "str": str, "tuple[int, ...]": tuple}
 #: What a file system without hard links says to a request for one.
@@ -82,6 +85,8 @@ class Receipt:
                 found, kind = getattr(receipt, item.name), _RECEIPT_TYPES[str(item.type)]
                 if not isinstance(found, kind):
                     raise TypeError(f"{item.name} is {found!r}")
+            if not all(type(o) is int and 0 <= o < 1 << 62 for o in receipt.bad_ordinals):
+                raise TypeError("bad_ordinals are not all ordinals")
             return receipt
         except (KeyError, TypeError) as exc:
             raise DamagedOutputError(f"{where} is not a receipt: {exc}") from exc
@@ -92,7 +97,7 @@ class OutputStore:
 
     def __init__(self, uri: str) -> None:
         refuse_credentials(uri)
-        self.uri = uri if "://" in uri else str(Path(uri).expanduser().absolute())
+        self.uri = uri if "://" in uri else str(local_path(uri))
         try:
             # Listings are never cached: another process may be writing here.
             self._fs, self._root = fsspec.url_to_fs(self.uri, use_listings_cache=False)
@@ -143,13 +148,12 @@ class OutputStore:
         """All receipts by part index."""
         names = [name for name in self.listing(RECEIPTS) if name.endswith(".json")]
         paths = [self._path(f"{RECEIPTS}/{name}") for name in names]
-        with self._errors(RECEIPTS):
-            # In one call, so that a remote file system fetches them side by side.
-            payloads = self._fs.cat(paths) if paths else {}
+        # Side by side, for a remote file system; by name, as a name may look like a pattern.
+        with self._errors(RECEIPTS), ThreadPoolExecutor(_FETCHES) as pool:
+            payloads = list(pool.map(self._fs.cat_file, paths))
         found = {}
-        for path, payload in payloads.items():
-            where = f"{self.uri}/{RECEIPTS}/{path.rpartition('/')[2]}"
-            receipt = Receipt.from_dict(_json_object(payload, where), where=where)
+        for name, payload in zip(names, payloads, strict=True):
+            receipt = _named_receipt(payload, name, f"{self.uri}/{RECEIPTS}/{name}")
             found[receipt.part] = receipt
         return found
 
@@ -196,14 +200,22 @@ class OutputStore:
                 if entry["type"] == "file"
             }
 
+    def everything(self, folder: str) -> set[str]:
+        """Paths of all files below a folder, at any depth, relative to it."""
+        with self._errors(folder):
+            top = self._path(folder).rstrip("/")
+            found = self._fs.find(top)
+            return {str(path)[len(top) :].lstrip("/") for path in found} - {""}
+
     def fetch(self, path: str, local: Path) -> None:
         """Copy an object of the output to a local file."""
         with self._errors(path):
             self._fs.get_file(self._path(path), str(local))
 
     def remove_data(self, names: Iterable[str]) -> None:
+        """Remove files below `data`; another run may just have removed them."""
         for name in names:
-            with self._errors(f"{DATA}/{name}"):
+            with self._errors(f"{DATA}/{name}"), suppress(FileNotFoundError):
                 self._fs.rm_file(self._path(f"{DATA}/{name}"))
 
     def _same_job(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
@@ -345,10 +357,19 @@ def _shown(value: Any) -> str:
     return "the default" if value is None else json.dumps(value, ensure_ascii=False)
 
 
+def _named_receipt(payload: bytes, name: str, where: str) -> Receipt:
+    receipt = Receipt.from_dict(_json_object(payload, where), where=where)
+    if name != f"{receipt.name}.json":
+        raise DamagedOutputError(
+            f"{where} is the receipt of {receipt.name}; remove it and run the same command again"
+        )
+    return receipt
+
+
 def _json_object(payload: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(payload)
-    except ValueError as exc:
+    except (ValueError, RecursionError) as exc:
         raise DamagedOutputError(f"{where} is not valid JSON: {exc}") from exc
     if not isinstance(value, dict):
         raise DamagedOutputError(f"{where} does not hold a JSON object")

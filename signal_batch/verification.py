@@ -21,9 +21,18 @@ import pyarrow.parquet as pq
 
 from signal_batch.errors import InputError, SignalBatchError
 from signal_batch.parquet import read_part_digest
+from signal_batch.pins import Pin
 from signal_batch.selection import Selection
-from signal_batch.specs import digest
-from signal_batch.store import CLAIM, DATA, MANIFEST, RECEIPTS, OutputStore, Receipt
+from signal_batch.specs import checked, digest
+from signal_batch.store import (
+    CLAIM,
+    DATA,
+    MANIFEST,
+    QUARANTINE,
+    RECEIPTS,
+    OutputStore,
+    Receipt,
+)
 
 _THREADS = 2
 #: What a manifest must hold for anything else about it to be checked.
@@ -101,6 +110,23 @@ def _claim_faults(claim: Mapping[str, Any] | None, manifest: Mapping[str, Any]) 
         yield f"{CLAIM} is missing"
     elif claim.get("run_key") != manifest["run_key"]:
         yield f"{CLAIM} and {MANIFEST} have different run keys"
+    yield from _identity_faults(manifest)
+
+
+def _identity_faults(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """The run key is a hash of what was read and how: hold the manifest's own account to it."""
+    identity = manifest.get("identity")
+    if not isinstance(identity, dict) or digest(identity) != manifest["run_key"]:
+        yield f"{MANIFEST}: the identity does not give the run key"
+        return
+    if identity.get("selection") != manifest["selection"].get("digest"):
+        yield f"{MANIFEST}: the selection is not that of the run key"
+    try:
+        data = checked(Pin, manifest["pin"]).identity()
+    except (KeyError, TypeError, ValueError):
+        data = None
+    if data != identity.get("data"):
+        yield f"{MANIFEST}: the pin is not that of the run key"
 
 
 def _receipt_faults(store: OutputStore, named: list[Receipt]) -> Iterator[str]:
@@ -120,9 +146,15 @@ def _receipt_faults(store: OutputStore, named: list[Receipt]) -> Iterator[str]:
 
 
 def _stray_faults(store: OutputStore, named: list[Receipt]) -> Iterator[str]:
-    expected = {receipt.file for receipt in named}
-    for name in sorted(set(store.listing(DATA)) - expected):
-        yield f"{DATA}/{name} is not named by the manifest"
+    expected = {CLAIM, MANIFEST}
+    for receipt in named:
+        expected |= {f"{DATA}/{receipt.file}", f"{RECEIPTS}/{receipt.name}.json"}
+        if receipt.bad_ordinals:
+            expected.add(f"{QUARANTINE}/{receipt.name}.jsonl")
+    receipts = f"{RECEIPTS}/"  # a receipt of no part is told as such, by its content
+    for name in sorted(store.everything("") - expected):
+        if not (name.startswith(receipts) and name.endswith(".json")):
+            yield f"{name} is not named by the manifest"
 
 
 def _total_faults(manifest: Mapping[str, Any], receipts: list[Receipt]) -> Iterator[str]:
@@ -193,10 +225,12 @@ def _ordinal_faults(
     bad = [ordinal for receipt in receipts for ordinal in receipt.bad_ordinals]
     covered = np.sort(np.concatenate((written, np.array(bad, dtype=np.int64))))
     distinct = (np.diff(covered, prepend=-1) > 0).all()
-    if not distinct or Selection.of(covered).digest() != manifest["selection"].get("digest"):
+    selection = manifest["selection"]
+    whole = distinct and Selection.of(covered).digest() == selection.get("digest")
+    if not whole or selection.get("records") != len(covered):
         yield (
             f"the files hold {len(written)} ordinals and {len(bad)} were set aside, which is not "
-            f"the selection of {manifest['selection'].get('records')} records of the manifest"
+            f"the selection of {selection.get('records')} records of the manifest"
         )
 
 

@@ -22,10 +22,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, Any
 
 from signal_batch.errors import SignalBatchError, error_event
-from signal_batch.export import PartExporter, WorkOrder
+from signal_batch.export import PartExporter, WorkOrder, sweep_temporary
 from signal_batch.store import OutputStore
 
 _PR_SET_PDEATHSIG = 1
@@ -34,6 +35,7 @@ _PARENT_POLL_S = 1.0
 
 def main() -> int:
     """Work through the order on stdin; the exit code is 0 or 1."""
+    sys.path.append(str(Path.cwd()))  # feature functions of one's own, after everything installed
     end_with_parent(int(sys.argv[1]) if len(sys.argv) > 1 else os.getppid())
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and kills if need be
     events = _take_stdout()
@@ -52,6 +54,7 @@ def main() -> int:
 
 def work(order: WorkOrder, emit: Callable[[dict[str, Any]], None]) -> None:
     """Export every part of the order that has no receipt yet."""
+    sweep_temporary()
     done = OutputStore(order.spec.output).receipts()
     with PartExporter(order) as exporter:
         for part, selection in zip(order.parts, order.runs, strict=True):

@@ -55,6 +55,10 @@ FEATURE = """
                 time.sleep(600)
             elif action.startswith("kill"):
                 os.kill(os.getpid(), signal.SIGKILL)
+            elif action.startswith("fork"):
+                if os.fork() == 0:
+                    time.sleep(600)
+                os.kill(os.getpid(), signal.SIGKILL)
             elif action.startswith("nest"):
                 import subprocess
 
@@ -343,6 +347,14 @@ def test_a_hung_worker_does_not_keep_ctrl_c_waiting(scene: Scene) -> None:
 
 
 # --- twice at the same time --------------------------------------------------------------------
+
+
+def test_a_fork_of_a_killed_worker_does_not_keep_the_run_waiting(scene: Scene) -> None:
+    scene.act("fork-once 40")
+    program = scene.start()
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode == 0, errors
+    scene.check()
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["SIGKILL", "SIGINT"])

@@ -267,7 +267,7 @@ def test_raw_returns_every_column_and_touches_none() -> None:
     batch = batch_of(samples, label=label, mask=np.ones((2, 4), bool))
     result = compute(resolve_feature("raw", {}), batch, ["samples", "mask"])
     assert list(result) == ["ordinal", "id", "label", "samples", "mask"]
-    assert all(a is b for a, b in zip(result["samples"], samples, strict=True))
+    assert all(np.shares_memory(a, b) for a, b in zip(result["samples"], samples, strict=True))
     assert result["label"].tolist() == ["a", None]
 
 
@@ -532,3 +532,40 @@ def test_a_module_that_fails_to_import_says_why(own_module: Path) -> None:
     broken.write_text("1 / 0\n")
     with pytest.raises(SpecError, match="importing own_broken failed: ZeroDivisionError"):
         resolve_feature("own_broken:f", {})
+
+
+def test_a_function_cannot_change_what_is_carried(tmp_path: Path) -> None:
+    def hostile(batch: Batch) -> Batch:
+        batch["gain"] *= 0
+        return {"peak": np.abs(batch["samples"]).max(-1)}
+
+    batch = batch_of(noise(2, 64), gain=np.array([1.0, 2.0]))
+    own = replace(resolve_feature("raw", {}), function=hostile, reference="own:hostile")
+    with pytest.raises(FeatureError, match="read-only"):
+        compute(own, batch, ["samples"])
+    assert batch["gain"].tolist() == [1.0, 2.0]
+
+
+def test_a_buffer_used_again_does_not_change_an_earlier_batch() -> None:
+    buffer = np.empty(2)
+
+    def reusing(batch: Batch) -> Batch:
+        buffer[:] = batch["ordinal"]
+        return {"peak": buffer}
+
+    own = replace(resolve_feature("raw", {}), function=reusing, reference="own:reusing")
+    first = compute(own, batch_of(noise(2, 8)), ["samples"])
+    later = batch_of(noise(2, 8))
+    later["ordinal"] = np.array([90, 91])
+    compute(own, later, ["samples"])
+    assert first["peak"].tolist() == [10.0, 11.0]
+
+
+@pytest.mark.parametrize("exc", [SystemExit(0), GeneratorExit(), MemoryError()])
+def test_a_function_that_leaves_is_a_failure(exc: BaseException) -> None:
+    def leaving(batch: Batch) -> Batch:
+        raise exc
+
+    own = replace(resolve_feature("raw", {}), function=leaving, reference="own:leaving")
+    with pytest.raises(FeatureError, match=type(exc).__name__):
+        compute(own, batch_of(noise(2, 8)), ["samples"])

@@ -383,3 +383,57 @@ def test_a_disk_that_really_fills_up(
         assert signal_batch.verify(spec.output).ok
     finally:
         subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "foreign manifest", "no totals"])
+def test_a_complete_output_that_is_damaged_is_not_called_complete(
+    iq_root: Path, tmp_path: Path, damage: str
+) -> None:
+    out = tmp_path / "out"
+    spec = spec_of(iq_root, out)
+    commit(export_here(spec))
+    part = next((out / "data").glob("part-00000-*"))
+    manifest = json.loads((out / "_manifest.json").read_text())
+    if damage == "gone":
+        part.unlink()
+    elif damage == "short":
+        part.write_bytes(part.read_bytes()[:-1])
+    elif damage == "foreign manifest":
+        (out / "_manifest.json").write_text(json.dumps(manifest | {"run_key": "x"}))
+    else:
+        del manifest["totals"]
+        (out / "_manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(DamagedOutputError, match="was complete, but"):
+        progress_of(claim(prepare(spec)))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("part_rows", -1), ("part_rows", 2.5), ("batch_rows", "5"), ("columns", ["x=metadata:y"])],
+)
+def test_a_claim_with_another_plan_is_damage(
+    iq_root: Path, tmp_path: Path, name: str, value: Any
+) -> None:
+    out = tmp_path / "out"
+    spec = spec_of(iq_root, out)
+    claim(prepare(spec))
+    document = json.loads((out / "_spec.json").read_text())
+    document["plan"][name] = value
+    (out / "_spec.json").write_text(json.dumps(document))
+    with pytest.raises(DamagedOutputError, match=r"_spec\.json"):
+        claim(prepare(spec))
+
+
+def test_an_output_folder_that_looks_like_a_pattern(iq_root: Path, tmp_path: Path) -> None:
+    spec = spec_of(iq_root, tmp_path / "out[1]*")
+    commit(export_here(spec))
+    assert progress_of(claim(prepare(spec))).manifest is not None
+    assert signal_batch.verify(spec.output).ok
+
+
+def test_the_claim_is_looked_for_before_each_part(iq_root: Path, tmp_path: Path) -> None:
+    job = claim(prepare(spec_of(iq_root, tmp_path / "out")))
+    shutil.rmtree(tmp_path / "out")
+    with pytest.raises(OutputError, match="no longer has the claim"):
+        work(job.order(progress_of(job).shards[0]), lambda event: None)
+    assert not (tmp_path / "out").exists()

@@ -206,7 +206,24 @@ def unreadable_receipt(out: Path) -> str:
 def receipt_under_another_name(out: Path) -> str:
     folder = out / "_receipts"
     (folder / "part-00003.json").write_bytes((folder / "part-00002.json").read_bytes())
-    return r"_receipts/part-00003\.json is missing"
+    return r"_receipts/part-00003\.json is the receipt of part-00002"
+
+
+def nested_stray(out: Path) -> str:
+    (out / "data" / "sub").mkdir()
+    part = next(path for path in (out / "data").glob("*.parquet"))
+    (out / "data" / "sub" / "a.parquet").write_bytes(part.read_bytes())
+    return r"data/sub/a\.parquet is not named by the manifest"
+
+
+def edited_identity(out: Path) -> str:
+    edit_manifest(out, lambda manifest: manifest["identity"]["spec"].update(features="other"))
+    return r"the identity does not give the run key"
+
+
+def edited_pin(out: Path) -> str:
+    edit_manifest(out, lambda manifest: manifest["pin"].update(fingerprint="0" * 64))
+    return r"the pin is not that of the run key"
 
 
 def edited_totals(out: Path) -> str:
@@ -397,6 +414,9 @@ DAMAGES = [
     foreign_receipt,
     unreadable_receipt,
     receipt_under_another_name,
+    nested_stray,
+    edited_identity,
+    edited_pin,
     edited_totals,
     edited_digest,
     other_claim,
