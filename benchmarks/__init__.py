@@ -21,5 +21,6 @@ us CPU     Time on all cores for a record, in steady state, and its ratio: where
 peak MB    Largest resident set of the largest process of the contender, over its whole life.
 
 Datasets are read from the page cache: they are small, and have just been checked. All contenders
-run with one thread for each numerical library, as the workers of an export do.
+run in the environment of an export's workers: one thread for each numerical library, and an
+allocator that keeps freed memory.
 """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import checks, contest, data, growth, planning, targets
+from benchmarks import checks, contest, data, growth, planning, shuffles, targets
 from benchmarks.report import Report
 from benchmarks.settings import BATCH, MODES, Mode, Size
 
@@ -37,6 +37,8 @@ def main() -> int:
         steps.append(partial(_grow, report, folder, scratch, mode, rounds))
     if arguments.only in (None, "plan"):
         steps.append(partial(_plan, report, folder, mode, min(3, rounds)))
+    if arguments.only in (None, "shuffle") and mode.shuffle:
+        steps.append(partial(_shuffle, report, folder, mode))
     for step in steps:
         step()
         report.write(path)  # a run that is stopped has what it measured so far
@@ -80,6 +82,10 @@ def _plan(report: Report, folder: Path, mode: Mode, rounds: int) -> None:
     report.targets += targets.of_planning(results)
 
 
+def _shuffle(report: Report, folder: Path, mode: Mode) -> None:
+    report.add_shuffles(shuffles.measured(folder, *mode.shuffle))
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Speed and memory, side by side in one run."
@@ -109,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         help="where the datasets are kept (default benchmarks/results/data)",
     )
     add("--json", type=Path, metavar="FILE", help="default benchmarks/results/MODE.json")
-    add("--only", choices=("load", "export", "growth", "plan"), help="one part alone")
+    add("--only", choices=("load", "export", "growth", "plan", "shuffle"), help="one part alone")
     add("--size", action="append", metavar="LABEL", help="a record size alone, e.g. '64 KB'")
     return parser
 

@@ -33,6 +33,7 @@ class Report:
         self.targets: list[Target] = []
         self._groups: list[tuple[str, Samples, float | None, str | None]] = []
         self._planning: list[dict[str, Any]] = []
+        self._shuffles: list[dict[str, Any]] = []
         self._load_before = os.getloadavg()
         self._document: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -51,6 +52,9 @@ class Report:
 
     def add_planning(self, rounds: list[dict[str, Any]]) -> None:
         self._planning = rounds
+
+    def add_shuffles(self, results: list[dict[str, Any]]) -> None:
+        self._shuffles = results
 
     def show(self) -> None:
         console = Console(width=None if Console().is_terminal else 150)
@@ -74,6 +78,8 @@ class Report:
             console.print(table)
         if self._planning:
             console.print(_planning_table(self._planning))
+        if self._shuffles:
+            console.print(_shuffle_table(self._shuffles))
         targets = _table("target", "found", "by CPU", "wanted", "")
         for target in self.targets:
             targets.add_row(*_target_row(target))
@@ -95,6 +101,7 @@ class Report:
             "load_average": load,
             "groups": groups,
             "planning": self._planning,
+            "shuffles": self._shuffles,
             "targets": [target.to_dict() for target in self.targets],
         }
 
@@ -171,6 +178,14 @@ def _planning_table(rounds: Sequence[dict[str, Any]]) -> Table:
         table.add_row(step, f"{statistics.median(r['steps'][step] for r in rounds):.3f}")
     peak = max(result["peak_bytes"] for result in rounds) / MEGABYTE
     table.add_row("peak MB", f"{peak:,.0f}")
+    return table
+
+
+def _shuffle_table(results: Sequence[dict[str, Any]]) -> Table:
+    table = _table("order, of 16 shards", "kept", "fetched x dataset", "records/s")
+    for result in results:
+        pace = f"{result['records_per_s']:,.0f}"
+        table.add_row(result["order"], str(result["kept"]), f"{result['fetched']:.1f}", pace)
     return table
 
 

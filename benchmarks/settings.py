@@ -46,6 +46,7 @@ class Mode:
     exports: Mapping[str, tuple[str, ...]]
     growth: tuple[int, ...]
     planning: tuple[int, int]
+    shuffle: tuple[int, ...] = ()
 
 
 # Datasets of 128 MiB or more, in eight parts of full batches, so that two workers have the same
@@ -104,6 +105,7 @@ MODES = {
             exports={"power_spectrum": _ALL_EXPORTS, "statistics": _STATISTICS},
             growth=(400, 4_000, 40_000),
             planning=(100_000_000, 10_000),
+            shuffle=(16_384, 128),
         ),
         Mode(
             "smoke",
