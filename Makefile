@@ -39,10 +39,11 @@ lock:
 		--no-header --python-version 3.11 --output-file requirements.lock
 
 .venv/ready: requirements.lock pyproject.toml
+	@echo "building .venv: a minute or two, 1.6 GB, once"
 	@$(PYTHON) -c 'import sys; v = sys.version_info; (3, 11) <= v < (3, 14) or sys.exit( \
 		"Python 3.11 to 3.13 is needed, this is %d.%d; try make PYTHON=python3.11" % v[:2])'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --require-hashes -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	@touch $@
 
