@@ -404,8 +404,9 @@ def test_a_missing_metadata_key(dataset: sds.Dataset) -> None:
     message = failing(dataset, "metadata:radio.snr:float32", MissingValueError, [3])
     assert message.startswith("record 3 (id 'r003') in ")
     assert message.endswith(
-        "has no metadata key 'radio.snr'; it has: dotted.key, flag, label, mixed, name, radio, "
-        "snr_db. Give the column a default (metadata:radio.snr?0) or filter such records out."
+        "has no metadata key 'radio.snr'; it has: dotted.key, flag, label, mixed, name, "
+        "radio.chain.lo, radio.gain, snr_db. Give the column a default (metadata:radio.snr?0) "
+        "or filter such records out."
     )
 
 

@@ -139,10 +139,19 @@ class Api:
         self._http = httpx.Client(base_url=url, timeout=30.0)
 
     def get(self, path: str, **params: Any) -> Any:
-        return self._http.get(path, params=params).raise_for_status().json()
+        return self._answer("GET", path, params=params)
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
-        return self._http.post(path, json=body).raise_for_status().json()
+        return self._answer("POST", path, json=body)
+
+    def _answer(self, method: str, path: str, **options: Any) -> Any:
+        # A server on SQLite answers 503 while its database is busy; Prefect's client tries again.
+        for pause_s in (0.5, 1.0, 2.0, 4.0, 0.0):
+            answer = self._http.request(method, path, **options)
+            if answer.status_code != 503:
+                break
+            time.sleep(pause_s)
+        return answer.raise_for_status().json()
 
     def close(self) -> None:
         self._http.close()
