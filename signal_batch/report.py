@@ -214,7 +214,7 @@ def reading_hint(output: Path) -> str:
             "3. read it with pyarrow, DuckDB, pandas or Polars, for example:",
             f'  {python} -c "import pyarrow.dataset as d; '
             f"print(d.dataset('{data}').head(3).to_pylist())\"",
-            f"  duckdb -c \"SELECT label, count(*) FROM '{data}/*.parquet' GROUP BY ALL\"",
+            f"  in DuckDB: SELECT label, count(*) FROM '{data}/*.parquet' GROUP BY ALL",
             f"  {python} -m signal_batch verify {shlex.quote(str(output))}",
         ]
     )
