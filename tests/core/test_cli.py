@@ -562,9 +562,7 @@ def test_the_demo(run: Run, tmp_path: Path) -> None:
     assert (code, err) == (0, "")
     output = tmp_path / "show" / "features"
     assert "640 rows" in out
-    assert (
-        f"duckdb -c \"SELECT label, count(*) FROM '{output}/data/*.parquet' GROUP BY ALL\"" in out
-    )
+    assert f"in DuckDB: SELECT label, count(*) FROM '{output}/data/*.parquet' GROUP BY ALL" in out
     counts = duckdb.sql(f"select label, count(*) from '{output}/data/*.parquet' group by all")
     assert len(counts.fetchall()) == 9
     assert run("verify", output)[0] == 0
