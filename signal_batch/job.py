@@ -184,7 +184,7 @@ def commit(job: ExportJob, *, run: Mapping[str, Any] | None = None) -> dict[str,
     """
     store = OutputStore(job.spec.output)
     receipts = store.receipts()
-    present = store.listing("data")
+    present = store.listing(DATA)
     for part in job.parts:
         _check_receipt(job, part, receipts.get(part.index), present)
     ordered = [receipts[part.index] for part in job.parts]

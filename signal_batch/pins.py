@@ -21,7 +21,6 @@ from typing import Any
 from urllib.parse import urlparse
 
 import signal_dataset as sds
-from pydantic import BaseModel, ConfigDict
 from signal_dataset.storage import ObjectStore, is_absolute_uri, object_store_for
 from signal_dataset.storage.paths import join_uri
 
@@ -37,18 +36,14 @@ from signal_batch.errors import (
 )
 from signal_batch.failures import boundary_error, patiently
 from signal_batch.shards import MemoObjectStore, PooledShardStore
-from signal_batch.specs import checked, local_path, redact, refuse_credentials
+from signal_batch.specs import Frozen, checked, local_path, redact, refuse_credentials
 from signal_batch.staging import SharedShardCache
 
 CATALOG = "annotations/catalog.json"
 SCHEMES = ("", "s3", "gs")
 
 
-class _Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class AnnotationPin(_Frozen):
+class AnnotationPin(Frozen):
     """One publication of one annotation set."""
 
     name: str
@@ -62,7 +57,7 @@ class AnnotationPin(_Frozen):
         return f"annotations/sets/{self.name}/{self.publication_id}/root.json"
 
 
-class Pin(_Frozen):
+class Pin(Frozen):
     """A dataset and the chosen annotation sets, fixed by digest."""
 
     uri: str

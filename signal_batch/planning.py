@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -57,8 +58,7 @@ def pin_inputs(spec: ExportSpec) -> Pin:
             f"{spec.pin} does not pin annotation set {', '.join(sorted(missing))}, which the "
             "columns or filters read"
         )
-    reopened = reopen(found)
-    reopened.close()
+    reopen(found).close()
     return found
 
 
@@ -68,12 +68,9 @@ def select(spec: ExportSpec, pin: Pin) -> Selection:
     if not conditions:
         chosen = Selection.all_of(pin.record_count)
     else:
-        pinned = reopen(pin)
-        try:
+        with closing(reopen(pin)) as pinned:
             blocks = _FilterReader(pinned.dataset)
             chosen = filters.resolve(pin.record_count, conditions, blocks)
-        finally:
-            pinned.close()
     if not len(chosen):
         shown = " and ".join(spec.where) or "no filter: the dataset is empty"
         raise SpecError(f"no record of {pin.uri} is selected ({shown}); nothing to export")
@@ -88,12 +85,9 @@ def plan(spec: ExportSpec, pin: Pin, selection: Selection) -> ExportJob:
     feature = resolve_feature(spec.features, spec.feature_args)
     record_bytes = pin.record_bytes
     ordinals = _probe_ordinals(selection, record_bytes)
-    pinned = reopen(pin)
-    try:
+    with closing(reopen(pin)) as pinned:
         reader = RecordReader(pinned.dataset, spec.columns, safe_decode=spec.execution.safe_decode)
         batch = _readable_probe(reader, ordinals, spec)
-    finally:
-        pinned.close()
     columns = tuple(_typed(column, batch) for column in spec.columns)
     computed = compute(feature, batch, array_columns(columns))
     identity = {

@@ -44,8 +44,7 @@ class _Child:
 
 
 _lock = threading.Lock()
-_children: dict[str, set[int]] = {}
-_processes: dict[int, subprocess.Popen[bytes]] = {}
+_running: dict[str, list[subprocess.Popen[bytes]]] = {}
 _stopped: set[str] = set()
 
 
@@ -91,7 +90,7 @@ def stop_workers(run_id: str) -> None:
     """Kill the worker processes of a run, and let no new one of that run start."""
     with _lock:
         _stopped.add(run_id)
-        processes = [_processes[pid] for pid in _children.get(run_id, ())]
+        processes = list(_running.get(run_id, ()))
     for process in processes:
         _kill(process)
 
@@ -99,7 +98,7 @@ def stop_workers(run_id: str) -> None:
 def worker_pids(run_id: str) -> list[int]:
     """Process ids of the workers of a run that are alive."""
     with _lock:
-        return sorted(_children.get(run_id, ()))
+        return sorted(process.pid for process in _running.get(run_id, ()))
 
 
 def _start(run_id: str, log: IO[bytes]) -> _Child:
@@ -114,8 +113,7 @@ def _start(run_id: str, log: IO[bytes]) -> _Child:
             env=worker_environment(),
             start_new_session=True,  # Ctrl-C reaches the parent alone, which then stops us
         )
-        _children.setdefault(run_id, set()).add(process.pid)
-        _processes[process.pid] = process
+        _running.setdefault(run_id, []).append(process)
     return _Child(process)
 
 
@@ -180,10 +178,9 @@ def _forget(run_id: str, child: _Child) -> None:
     if child.process.stdout is not None:
         child.process.stdout.close()
     with _lock:
-        _children[run_id].discard(child.process.pid)
-        _processes.pop(child.process.pid, None)
-        if not _children[run_id]:
-            del _children[run_id]
+        _running[run_id].remove(child.process)
+        if not _running[run_id]:
+            del _running[run_id]
 
 
 def _cause_of_death(child: _Child, code: int, order: WorkOrder, log: str) -> str:

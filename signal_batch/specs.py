@@ -91,14 +91,16 @@ def parse_size(value: str | int) -> int:
     return size
 
 
-class _Frozen(BaseModel):
+class Frozen(BaseModel):
+    """A model that cannot be changed and takes no field that it does not know."""
+
     # Input is hidden in pydantic's own messages: a URI may carry a password.
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, hide_input_in_errors=True
     )
 
 
-class Selector(_Frozen):
+class Selector(Frozen):
     """Where in a record a value is; see the module's docstring for the forms."""
 
     source: Source
@@ -136,7 +138,7 @@ class Selector(_Frozen):
         return self.source if where is None else f"{self.source}:{where}"
 
 
-class Column(_Frozen):
+class Column(Frozen):
     """An output array and where it comes from.
 
     `default` (with `has_default`) stands in where a record lacks the key; `null` becomes NaN
@@ -234,7 +236,7 @@ def _constant(text: str) -> float | None:
     return None if text == "NaN" else float(text)
 
 
-class Execution(_Frozen):
+class Execution(Frozen):
     """How a job is run: changes its speed and its patience, never its result."""
 
     workers: int = Field(default=2, ge=1, le=1024, description="worker processes at a time")
@@ -244,7 +246,7 @@ class Execution(_Frozen):
     safe_decode: bool = Field(default=False, description="use signal-dataset's decoder")
 
 
-class ExportSpec(_Frozen):
+class ExportSpec(Frozen):
     """What to export, from where, to where.
 
     Every field but those in `NOT_IDENTITY` is part of the run key.

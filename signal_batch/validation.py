@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -150,16 +151,13 @@ def validate(
         PinMismatchError: the fingerprint is not `expect`.
         CorruptDatasetError: control documents that contradict each other.
     """
-    pinned = pin_dataset(uri, annotations)
-    try:
+    with closing(pin_dataset(uri, annotations)) as pinned:
         if expect is not None and pinned.pin.fingerprint != expect:
             raise PinMismatchError(
                 f"{redact(pinned.pin.uri)} has the fingerprint {pinned.pin.fingerprint}, "
                 f"not {expect} as expected: it is another dataset, or another snapshot of it"
             )
         return _examine(pinned.pin, pinned.dataset, deep, check_objects)
-    finally:
-        pinned.close()
 
 
 def _examine(pin: Pin, dataset: sds.Dataset, deep: bool, check_objects: bool) -> Validation:
