@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+
+os.environ.setdefault("SIGNAL_BATCH_PLAIN_GRAIN", "1")  # read where Grain is imported, below
+
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

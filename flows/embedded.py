@@ -21,7 +21,7 @@ from prefect.logging.handlers import APILogWorker
 from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
 
 from signal_batch.errors import SignalBatchError
-from signal_batch.worker import end_with_parent
+from signal_batch.program import end_with_parent
 
 #: As Prefect sets them for a server without a page and without background services.
 _ENVIRONMENT = {

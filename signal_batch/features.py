@@ -11,23 +11,23 @@ It must be pure: the same batch gives the same columns, however records are grou
 
 from __future__ import annotations
 
-import difflib
-import importlib
-import inspect
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from hashlib import sha256
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from signal_batch.batches import SUPPORTED_DTYPES, Array, Batch, Values, ordinal_range
 from signal_batch.built_ins import BUILT_IN
-from signal_batch.errors import FeatureError, InputError, SpecError
+from signal_batch.errors import FeatureError
+from signal_batch.references import (
+    call,
+    check_options,
+    is_reference,
+    load,
+    read_only,
+    unknown_built_in,
+)
 from signal_batch.specs import RESERVED_COLUMNS, digest
 
 # --- finding a feature -------------------------------------------------------------------------
@@ -51,23 +51,23 @@ class Feature:
     source_sha256: str
 
 
-def resolve_feature(reference: str, options: Mapping[str, Any]) -> Feature:
-    """The feature behind a built-in name or `package.module:function`.
+def resolve_feature(
+    reference: str, options: Mapping[str, Any], *, kind: str = "feature"
+) -> Feature:
+    """The feature behind a built-in name or `package.module:function`; messages name the kind.
 
     Raises `SpecError` when there is no such function or when it does not take the options.
     """
-    module_name, colon, attribute = reference.partition(":")
-    if colon:
-        module = _import_module(reference, module_name)
-        function = _attribute(reference, module, attribute)
-        name, source = attribute, _source_sha256(reference, module, function)
+    if is_reference(reference):
+        name = reference.partition(":")[2]
+        function, source = load(kind, reference)
     else:
         if reference not in BUILT_IN:
-            raise SpecError(_unknown_built_in(reference))
+            raise unknown_built_in(kind, reference, list(BUILT_IN))
         name = reference
         function, version = BUILT_IN[reference]
         source = digest(["built-in", name, version])
-    _check_options(reference, function, options)
+    check_options(f"{kind} {reference!r}", function, options)
     return Feature(
         name=name,
         reference=reference,
@@ -76,84 +76,6 @@ def resolve_feature(reference: str, options: Mapping[str, Any]) -> Feature:
         equal_lengths=bool(getattr(function, "equal_lengths", True)),
         source_sha256=source,
     )
-
-
-def _unknown_built_in(reference: str) -> str:
-    close = difflib.get_close_matches(reference, BUILT_IN, n=1, cutoff=0.5)
-    hint = f"did you mean {close[0]}? " if close else ""
-    return (
-        f"{reference!r} is not a built-in feature; {hint}The built-ins are {', '.join(BUILT_IN)}; "
-        "a function of your own is written package.module:function"
-    )
-
-
-def _import_module(reference: str, name: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as exc:
-        if exc.name is None or not f"{name}.".startswith(f"{exc.name}."):
-            raise SpecError(f"feature {reference!r}: importing {name} failed: {exc}") from exc
-        raise SpecError(
-            f"feature {reference!r}: there is no module {exc.name!r} here; install the package "
-            "or put its folder on PYTHONPATH, on every machine that runs workers"
-        ) from exc
-    except Exception as exc:
-        raise SpecError(
-            f"feature {reference!r}: importing {name} failed: {type(exc).__name__}: {exc}"
-        ) from exc
-
-
-def _attribute(reference: str, module: ModuleType, name: str) -> Callable[..., Any]:
-    try:
-        function = getattr(module, name)
-    except AttributeError as exc:
-        close = difflib.get_close_matches(name, dir(module), n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise SpecError(
-            f"feature {reference!r}: {module.__name__} has no attribute {name!r}{hint}"
-        ) from exc
-    if not callable(function):
-        raise SpecError(f"feature {reference!r} is a {type(function).__name__}, not a function")
-    return function  # type: ignore[no-any-return]
-
-
-def _source_sha256(reference: str, module: ModuleType, function: Callable[..., Any]) -> str:
-    """Hash of the files of the named module and of the one that defines the function.
-
-    Both, because a package may only hand the function on. Without source (a compiled module)
-    the reference alone stands for it.
-    """
-    while isinstance(function, partial):
-        function = function.func
-    defining = inspect.getmodule(inspect.unwrap(function)) or module
-    hashes = set()
-    for origin in (module, defining):
-        file = getattr(origin, "__file__", None)
-        if file is not None and file.endswith(".py") and Path(file).is_file():
-            hashes.add(sha256(Path(file).read_bytes()).hexdigest())
-    return digest(sorted(hashes) or reference)
-
-
-def _check_options(
-    reference: str, function: Callable[..., Any], options: Mapping[str, Any]
-) -> None:
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-    except ValueError:  # compiled functions may have no signature to check against
-        return
-    subject = f"feature {reference!r}"
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if not parameters or parameters[0].kind not in positional:
-        raise SpecError(f"{subject} must take the batch as its first argument")
-    named = [p for p in parameters[1:] if p.kind in (positional[1], p.KEYWORD_ONLY)]
-    names = [p.name for p in named]
-    unknown = [name for name in options if name not in names]
-    if unknown and not any(p.kind is p.VAR_KEYWORD for p in parameters):
-        takes = f"it takes {', '.join(names)}" if names else "it takes none"
-        raise SpecError(f"{subject} has no option {', '.join(map(repr, unknown))}; {takes}")
-    missing = [p.name for p in named if p.default is p.empty and p.name not in options]
-    if missing:
-        raise SpecError(f"{subject} needs the option {', '.join(map(repr, missing))}")
 
 
 # --- running it on a batch ---------------------------------------------------------------------
@@ -181,48 +103,25 @@ def compute(feature: Feature, batch: Mapping[str, Values], array_columns: Sequen
 def _run(feature: Feature, batch: Mapping[str, Values]) -> Batch:
     """Call the function once and check what comes back."""
     subject = f"feature {feature.name}, {ordinal_range(batch)}"
-    try:
-        result = feature.function(_read_only(batch), **feature.options)
-    except (InputError, KeyboardInterrupt):  # written for people already, or a person's wish
-        raise
-    except BaseException as exc:  # a function that calls sys.exit() must not end the export
-        where = traceback.extract_tb(exc.__traceback__)[-1]
-        raise FeatureError(
-            f"{subject}: {type(exc).__name__}: {exc} (in {where.name}, {where.filename}, line "
-            f"{where.lineno}; the batch has {', '.join(batch)})"
-        ) from exc
+    result = call(subject, feature.function, (read_only(batch),), feature.options)
     if not isinstance(result, Mapping):
         raise FeatureError(f"{subject}: returned a {type(result).__name__}, not a dict of arrays")
     checked: Batch = {}
     for name, value in result.items():
         try:
-            found = _checked_column(name, value, len(batch["ordinal"]))
-            checked[name] = found if feature.reference in BUILT_IN else _own(found)
+            found = checked_column(name, value, len(batch["ordinal"]))
+            checked[name] = found if feature.reference in BUILT_IN else own(found)
         except ValueError as exc:
             raise FeatureError(f"{subject}: column {name!r} {exc}") from None
     return checked
 
 
-def _read_only(batch: Mapping[str, Values]) -> Batch:
-    """Views that a function cannot change: ids and labels are written as they were read."""
-
-    def locked(array: Array) -> Array:
-        view = array.view()
-        view.setflags(write=False)
-        return view
-
-    return {
-        name: [locked(item) for item in value] if isinstance(value, list) else locked(value)
-        for name, value in batch.items()
-    }
-
-
-def _own(value: Values) -> Values:
+def own(value: Values) -> Values:
     """A copy: a function may hand out the same buffer again while this batch waits."""
     return [item.copy() for item in value] if isinstance(value, list) else value.copy()
 
 
-def _checked_column(name: Any, value: Any, rows: int) -> Values:
+def checked_column(name: Any, value: Any, rows: int) -> Values:
     """The column as it will be written; ValueError says what is wrong with it."""
     if not isinstance(name, str) or not name.isidentifier() or not name.isascii():
         raise ValueError("needs a name of letters, digits and underscores")

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from signal_batch._grain import grain
 from signal_batch.batches import Batch
+from signal_batch.bucketing import BucketedMapDataset
 from signal_batch.errors import SpecError
 from signal_batch.selection import Selection
 from signal_batch.shuffling import BlockShuffle, BlockShuffledMapDataset
@@ -43,6 +44,43 @@ def batches_in_order(
     return batches.to_iter_dataset(_read_options(threads, prefetch_batches))
 
 
+def global_order(
+    selection: Selection,
+    *,
+    step_records: int,
+    seed: int,
+    epochs: int | None = None,
+    steps: int | None = None,
+    shuffle: bool = True,
+    block_shuffle: BlockShuffle | None = None,
+    buckets: npt.NDArray[np.uint8] | None = None,
+) -> grain.MapDataset:
+    """Positions in the selection, in the order in which training takes them.
+
+    A pure function of its arguments: element `n` is known without the ones before it. Every
+    record comes once an epoch, shuffled anew each epoch (`shuffle=False`: in ordinal order).
+    `steps` global steps of `step_records`, or `epochs` passes less the records that do not fill a
+    step at the very end, or with neither without an end. `block_shuffle` respects storage, and
+    `buckets` holds the bucket of each position: see `shuffling` and `bucketing`.
+
+    Raises `SpecError` for numbers out of range, or fewer records in all epochs than a step takes.
+    """
+    stop = _stop_of(selection, step_records, epochs, steps)
+    if stop is not None:
+        epochs = -(-stop // len(selection))
+    order = grain.MapDataset.range(len(selection))
+    if block_shuffle is not None and shuffle:
+        order = BlockShuffledMapDataset(order, selection, block_shuffle, seed=seed)
+    elif shuffle:
+        order = order.shuffle(seed=seed)
+    order = order.repeat(epochs)
+    if buckets is None:
+        return order if stop is None or stop == len(order) else order[:stop]
+    if stop is None:
+        raise SpecError("an order without an end cannot be put into buckets; give epochs or steps")
+    return BucketedMapDataset(order[:stop], buckets, step_records=step_records, seed=seed)
+
+
 def training_batches(
     selection: Selection,
     fetch: Fetch,
@@ -50,43 +88,47 @@ def training_batches(
     batch_size: int,
     seed: int,
     epochs: int | None = None,
+    steps: int | None = None,
     cursor: int = 0,
     rank: int = 0,
     world: int = 1,
     transform: Transform | None = None,
+    shuffle: bool = True,
     block_shuffle: BlockShuffle | None = None,
+    buckets: npt.NDArray[np.uint8] | None = None,
     threads: int = 2,
     prefetch_batches: int = 4,
 ) -> grain.IterDataset:
     """Batches of the global training order, from a cursor, for one of `world` ranks.
 
-    The order is a shuffle of the selection, another one each epoch, and every record comes once
-    an epoch; `block_shuffle` gives one that respects storage, see `signal_batch.shuffling`.
-    `batch_size` is that of one rank; a global step takes `batch_size * world` records, and
-    records that do not fill a global step at the very end are left out, so all ranks take the
-    same number of steps. `cursor` counts records of the global order that are already done and
-    must be whole global steps. Each batch carries `position` (int64), the place of each record
-    in the global order, which keys whatever is random about it: see `rng_at`.
+    The order is that of `global_order`. `batch_size` is that of one rank; a global step takes
+    `batch_size * world` records, so all ranks take the same number of steps. `cursor` counts
+    records of the global order that are already done and must be whole global steps. Each batch
+    carries `position` (int64), the place of each record in the global order, which keys whatever
+    is random about it: see `rng_at`.
 
     Raises:
         SpecError: a cursor inside a step, a rank or a number out of range, or fewer records in
             all epochs than a step takes.
     """
-    total = None if epochs is None else epochs * len(selection)
     _check_training(batch_size, rank, world, seed)
     step = batch_size * world
-    _check_length(selection, total, step, cursor)
-    stop = None if total is None else cursor + max(0, total - cursor) // step * step
+    if cursor < 0 or cursor % step:
+        raise SpecError(f"cursor {cursor} is not a whole number of global steps of {step} records")
     # Grain's work a record is what limits small records, so it moves bare positions through as
-    # few steps as can be: one slice takes the cursor and the rank, and ordinals and places in
-    # the global order are worked out a batch at a time.
-    order = grain.MapDataset.range(len(selection))
-    shuffled = (
-        order.shuffle(seed=seed)
-        if block_shuffle is None
-        else BlockShuffledMapDataset(order, selection, block_shuffle, seed=seed)
+    # few steps as can be, and ordinals and places in the global order are worked out a batch at
+    # a time.
+    order = global_order(
+        selection,
+        step_records=step,
+        seed=seed,
+        epochs=epochs,
+        steps=steps,
+        shuffle=shuffle,
+        block_shuffle=block_shuffle,
+        buckets=buckets,
     )
-    mine = shuffled.repeat(epochs)[cursor + rank : stop : world]
+    mine = order[cursor + rank :: world]
     batches = mine.batch(batch_size, batch_fn=_positions)
     fetched = batches.map_with_index(_Shuffled(selection, fetch, batch_size, cursor + rank, world))
     if transform is not None:
@@ -164,12 +206,21 @@ def _check_training(batch_size: int, rank: int, world: int, seed: int) -> None:
         raise SpecError(f"seed must be a whole number from 0 to 2**32 - 1, not {seed}")
 
 
-def _check_length(selection: Selection, total: int | None, step: int, cursor: int) -> None:
+def _stop_of(selection: Selection, step: int, epochs: int | None, steps: int | None) -> int | None:
+    """How many records of the global order are taken in all; None where there is no end."""
     if len(selection) < 1:
         raise SpecError("there are no records to train on")
-    if total is not None and total < 1:
+    if steps is not None and epochs is not None:
+        raise SpecError("give epochs or steps, not both")
+    if steps is not None:
+        if steps < 1:
+            raise SpecError("training takes at least one step")
+        return steps * step
+    if epochs is None:
+        return None
+    if epochs < 1:
         raise SpecError("training takes at least one epoch")
-    if total is not None and total < step:
+    total = epochs * len(selection)
+    if total < step:
         raise SpecError(f"a global step takes {step} records, but all epochs have {total} in all")
-    if cursor < 0 or cursor % step:
-        raise SpecError(f"cursor {cursor} is not a whole number of global steps of {step} records")
+    return total // step * step

@@ -27,7 +27,7 @@ from signal_batch.specs import (
     SCHEMA_VERSION,
     Column,
     ExportSpec,
-    annotation_sets,
+    JobSpec,
     canonical_json,
     digest,
 )
@@ -40,12 +40,12 @@ PROBE_NEIGHBOURS = 8
 _PROBE_BYTES = 64 << 20
 
 
-def pin_inputs(spec: ExportSpec) -> Pin:
+def pin_inputs(spec: JobSpec) -> Pin:
     """Pin the dataset and the annotation sets that columns and filters read.
 
     With `spec.pin`, the pin of that file is proved to hold instead.
     """
-    wanted = set(annotation_sets(spec.columns)) | filters.annotation_sets(
+    wanted = spec.annotation_sets | filters.annotation_sets(
         filters.parse_filter(text) for text in spec.where
     )
     if spec.pin is None:
@@ -62,7 +62,7 @@ def pin_inputs(spec: ExportSpec) -> Pin:
     return found
 
 
-def select(spec: ExportSpec, pin: Pin) -> Selection:
+def select(spec: JobSpec, pin: Pin) -> Selection:
     """Resolve the filters to ordinals, reading metadata and annotation rows only."""
     conditions = [filters.parse_filter(text) for text in spec.where]
     if not conditions:
@@ -73,7 +73,7 @@ def select(spec: ExportSpec, pin: Pin) -> Selection:
             chosen = filters.resolve(pin.record_count, conditions, blocks)
     if not len(chosen):
         shown = " and ".join(spec.where) or "no filter: the dataset is empty"
-        raise SpecError(f"no record of {pin.uri} is selected ({shown}); nothing to export")
+        raise SpecError(f"no record of {pin.uri} is selected ({shown}); nothing to do")
     return chosen
 
 
@@ -84,11 +84,11 @@ def plan(spec: ExportSpec, pin: Pin, selection: Selection) -> ExportJob:
     """
     feature = resolve_feature(spec.features, spec.feature_args)
     record_bytes = pin.record_bytes
-    ordinals = _probe_ordinals(selection, record_bytes)
+    ordinals = probe_ordinals(selection, record_bytes)
     with closing(reopen(pin)) as pinned:
         reader = RecordReader(pinned.dataset, spec.columns, safe_decode=spec.execution.safe_decode)
         batch = _readable_probe(reader, ordinals, spec)
-    columns = tuple(_typed(column, batch) for column in spec.columns)
+    columns = tuple(typed(column, batch) for column in spec.columns)
     computed = compute(feature, batch, array_columns(columns))
     identity = {
         "schema_version": SCHEMA_VERSION,
@@ -157,7 +157,7 @@ class _FilterReader:
             ) from None
 
 
-def _probe_ordinals(selection: Selection, record_bytes: float) -> npt.NDArray[np.int64]:
+def probe_ordinals(selection: Selection, record_bytes: float) -> npt.NDArray[np.int64]:
     """A few runs of neighbours, spread evenly: many records, but of few shards."""
     count = int(max(1, min(len(selection), PROBE_RECORDS, _PROBE_BYTES // record_bytes)))
     runs = -(-count // PROBE_NEIGHBOURS)
@@ -189,7 +189,7 @@ def _readable_probe(
     return reader.read(np.array(good))
 
 
-def _typed(column: Column, batch: Mapping[str, Any]) -> Column:
+def typed(column: Column, batch: Mapping[str, Any]) -> Column:
     """The column with the dtype that the probe showed, so that later batches agree with it."""
     selector = column.selector
     if column.dtype is not None or selector.is_array or selector.path is None:

@@ -15,10 +15,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import IO
+from typing import IO, Any
 
+from signal_batch._grain import PLAIN_GRAIN
 from signal_batch.errors import SignalBatchError, StoppedError, WorkerDiedError, rebuilt_error
 from signal_batch.export import WorkOrder
 from signal_batch.store import Receipt
@@ -35,12 +36,26 @@ _ALLOCATOR = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A worker program to run: its module, the order it is given, and how people know it.
+
+    One that says nothing for `timeout_s` seconds is killed.
+    """
+
+    module: str
+    order: Mapping[str, Any]
+    label: str
+    timeout_s: float
+
+
 @dataclass
 class _Child:
+    program: Program
     process: subprocess.Popen[bytes]
     last_event: float = field(default_factory=time.monotonic)
     silent: bool = False
-    rows: int = 0
+    done: bool = False
 
 
 _lock = threading.Lock()
@@ -50,40 +65,76 @@ _stopped: set[str] = set()
 
 def worker_environment() -> dict[str, str]:
     """The environment of a worker process; what is set already stays."""
-    return {**_THREADS, **_ALLOCATOR, **os.environ}
+    return {PLAIN_GRAIN: "1", **_THREADS, **_ALLOCATOR, **os.environ}
 
 
 def run_worker(order: WorkOrder, on_progress: OnProgress, *, run_id: str) -> list[Receipt]:
-    """Run one worker process to its end and return the receipts of all parts of the order.
+    """Run one export worker to its end and return the receipts of all parts of the order.
 
-    `run_id` groups the processes of a run for `stop_workers`. What an attempt that fails has
-    reported is taken back with `on_progress(-rows)`: the next attempt counts it again.
+    What an attempt that fails has reported is taken back with `on_progress(-rows)`: the next
+    attempt counts it again. Raises what `run_program` raises.
+    """
+    first, last = order.parts[0], order.parts[-1]
+    program = Program(
+        module="signal_batch.worker",
+        order=order.to_json(),
+        label=f"the worker for ordinals {first.first_ordinal}-{last.last_ordinal}",
+        timeout_s=order.spec.execution.timeout_s,
+    )
+    receipts: list[Receipt] = []
+    reported = 0
+
+    def on_event(event: dict[str, Any]) -> None:
+        nonlocal reported
+        if event["event"] == "progress":
+            reported += event["rows"]
+            on_progress(event["rows"])
+        elif event["event"] == "receipt":
+            receipts.append(Receipt.from_dict(event["receipt"]))
+
+    try:
+        run_program(program, on_event, run_id=run_id)
+    except SignalBatchError:
+        on_progress(-reported)
+        raise
+    return receipts
+
+
+def run_program(
+    program: Program,
+    on_event: Callable[[dict[str, Any]], None],
+    *,
+    run_id: str,
+    abort: threading.Event | None = None,
+) -> None:
+    """Run one worker process to its end, handing on its events; errors are raised instead.
+
+    `run_id` groups the processes of a run for `stop_workers`; `abort` stops this one alone.
 
     Raises:
-        WorkerDiedError: the process was killed, crashed, or was silent for `timeout_s`.
+        WorkerDiedError: the process was killed, crashed, or was silent for too long.
         StoppedError: the run was stopped.
         SignalBatchError: what the worker itself reported.
     """
     with tempfile.TemporaryFile() as log:
-        child = _start(run_id, log)
-        watchdog = threading.Thread(
-            target=_watch, args=(child, order.spec.execution.timeout_s), daemon=True
-        )
+        child = _start(program, run_id, log)
+        abort = abort or threading.Event()
+        watchdog = threading.Thread(target=_watch, args=(child, abort), daemon=True)
         watchdog.start()
         try:
-            _send(child, order)
-            receipts, error = _listen(child, on_progress)
+            _send(child)
+            error = _listen(child, on_event)
             code = child.process.wait()
+            done = child.done and code == 0
         finally:
             _kill(child.process)
             watchdog.join()
             _forget(run_id, child)
-        if code == 0 and error is None and len(receipts) == len(order.parts):
-            return receipts
-        on_progress(-child.rows)
-        if run_id in _stopped:
+        if done:
+            return
+        if run_id in _stopped or (abort.is_set() and code < 0):
             raise StoppedError("the run was stopped")
-        raise error or WorkerDiedError(_cause_of_death(child, code, order, _tail(log)))
+        raise error or WorkerDiedError(_cause_of_death(child, code, _tail(log)))
 
 
 def stop_workers(run_id: str) -> None:
@@ -101,12 +152,12 @@ def worker_pids(run_id: str) -> list[int]:
         return sorted(process.pid for process in _running.get(run_id, ()))
 
 
-def _start(run_id: str, log: IO[bytes]) -> _Child:
+def _start(program: Program, run_id: str, log: IO[bytes]) -> _Child:
     with _lock:
         if run_id in _stopped:
             raise StoppedError("the run was stopped")
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "signal_batch.worker", str(os.getpid())],
+            [sys.executable, "-P", "-m", program.module, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -114,22 +165,19 @@ def _start(run_id: str, log: IO[bytes]) -> _Child:
             start_new_session=True,  # Ctrl-C reaches the parent alone, which then stops us
         )
         _running.setdefault(run_id, []).append(process)
-    return _Child(process)
+    return _Child(program, process)
 
 
-def _send(child: _Child, order: WorkOrder) -> None:
+def _send(child: _Child) -> None:
     assert child.process.stdin is not None
     # A child that is already dead shows below, by its exit code.
     with contextlib.suppress(BrokenPipeError):
-        child.process.stdin.write(json.dumps(order.to_json()).encode())
+        child.process.stdin.write(json.dumps(child.program.order).encode())
     with contextlib.suppress(BrokenPipeError):
         child.process.stdin.close()
 
 
-def _listen(
-    child: _Child, on_progress: OnProgress
-) -> tuple[list[Receipt], SignalBatchError | None]:
-    receipts: list[Receipt] = []
+def _listen(child: _Child, on_event: Callable[[dict[str, Any]], None]) -> SignalBatchError | None:
     error: SignalBatchError | None = None
     assert child.process.stdout is not None
     for line in child.process.stdout:
@@ -138,25 +186,27 @@ def _listen(
             event = json.loads(line)
         except ValueError:
             continue  # the last line of a process killed while it wrote
-        if event["event"] == "progress":
-            child.rows += event["rows"]
-            on_progress(event["rows"])
-        elif event["event"] == "receipt":
-            receipts.append(Receipt.from_dict(event["receipt"]))
-        else:
+        if event["event"] == "done":
+            child.done = True
+        elif event["event"] == "error":
             error = rebuilt_error(event)
-    return receipts, error
+        else:
+            on_event(event)
+    return error
 
 
-def _watch(child: _Child, timeout_s: float) -> None:
-    """Kill a silent worker; when it has ended, end what it left running.
+def _watch(child: _Child, abort: threading.Event) -> None:
+    """Kill a silent or unwanted worker; when it has ended, end what it left running.
 
-    What a feature function forked holds the worker's pipe open, which would never come to its
-    end.
+    What a function of one's own forked holds the worker's pipe open, which would never come to
+    its end.
     """
+    timeout_s = child.program.timeout_s
     while child.process.poll() is None:
         if time.monotonic() - child.last_event > timeout_s and not child.silent:
             child.silent = True
+            _kill(child.process)
+        if abort.is_set():
             _kill(child.process)
         time.sleep(min(0.1, timeout_s / 4))
     _kill_group(child.process.pid)
@@ -183,18 +233,17 @@ def _forget(run_id: str, child: _Child) -> None:
             del _running[run_id]
 
 
-def _cause_of_death(child: _Child, code: int, order: WorkOrder, log: str) -> str:
-    first, last = order.parts[0], order.parts[-1]
-    where = f"the worker for ordinals {first.first_ordinal}-{last.last_ordinal}"
+def _cause_of_death(child: _Child, code: int, log: str) -> str:
+    program = child.program
     if child.silent:
-        cause = f"said nothing for {order.spec.execution.timeout_s:g} s and was killed"
+        cause = f"said nothing for {program.timeout_s:g} s and was killed"
     elif code < 0:
         name = signal.Signals(-code).name
         hint = " (out of memory?)" if name == "SIGKILL" else ""
         cause = f"was killed by {name}{hint}"
     else:
         cause = f"ended with exit code {code}"
-    return f"{where} {cause}" + (f"; it last said: {log}" if log else "")
+    return f"{program.label} {cause}" + (f"; it last said: {log}" if log else "")
 
 
 def _tail(log: IO[bytes], size: int = 2000) -> str:

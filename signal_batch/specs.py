@@ -246,11 +246,8 @@ class Execution(Frozen):
     safe_decode: bool = Field(default=False, description="use signal-dataset's decoder")
 
 
-class ExportSpec(Frozen):
-    """What to export, from where, to where.
-
-    Every field but those in `NOT_IDENTITY` is part of the run key.
-    """
+class JobSpec(Frozen):
+    """What every job names: the data it reads and the place it writes to."""
 
     dataset: str = Field(description="dataset root: a local path, s3:// or gs://")
     output: str = Field(description="output folder: a local path or any fsspec URI")
@@ -258,6 +255,55 @@ class ExportSpec(Frozen):
         description="what to read, e.g. field:samples or label=annotation:speakers-v1/label:int32"
     )
     where: tuple[str, ...] = Field(default=(), description="filters, all of which must hold")
+    pin: str | None = Field(default=None, description="pin file, to reproduce a run")
+
+    @field_validator("columns", mode="before")
+    @classmethod
+    def _columns_from_text(cls, value: Any) -> Any:
+        values = [value] if isinstance(value, str) else value
+        if not isinstance(values, list | tuple):
+            return values
+        return [Column.parse(v) if isinstance(v, str) else v for v in values]
+
+    @field_validator("where", mode="before")
+    @classmethod
+    def _one_or_many_filters(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_job(self) -> Self:
+        if not self.columns:
+            raise SpecError("name at least one column, for example --column field:samples")
+        names = [column.name for column in self.columns]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise SpecError(f"column names must be unique; {', '.join(twice)} is used twice")
+        for uri in (self.dataset, self.output):
+            refuse_credentials(uri)
+        if self.output.startswith("memory:"):
+            raise SpecError("memory:// is another place in each worker process; name a folder")
+        return self
+
+    @property
+    def annotation_sets(self) -> set[str]:
+        """Annotation sets that the job reads, those of filters aside."""
+        return set(annotation_sets(self.columns))
+
+
+def check_json(name: str, value: Any) -> None:
+    """Refuse options that JSON cannot carry, and that no digest could be made of."""
+    try:
+        canonical_json(value)
+    except ValueError as exc:
+        raise SpecError(f"{name} holds NaN or an infinity, which JSON has not") from exc
+
+
+class ExportSpec(JobSpec):
+    """What to export, from where, to where.
+
+    Every field but those in `NOT_IDENTITY` is part of the run key.
+    """
+
     features: str = Field(default="raw", description="a built-in or package.module:function")
     feature_args: dict[str, Json] = Field(default_factory=dict, description="its options")
     batch_size: int = Field(
@@ -282,20 +328,11 @@ class ExportSpec(Frozen):
     max_bad_fraction: float = Field(
         default=0.01, ge=0, le=1, description="largest share of unreadable records to put up with"
     )
-    pin: str | None = Field(default=None, description="pin file, to reproduce a run")
     execution: Execution = Field(
         default=Execution(), description="how it is run; never changes the result"
     )
 
-    @field_validator("columns", mode="before")
-    @classmethod
-    def _columns_from_text(cls, value: Any) -> Any:
-        values = [value] if isinstance(value, str) else value
-        if not isinstance(values, list | tuple):
-            return values
-        return [Column.parse(v) if isinstance(v, str) else v for v in values]
-
-    @field_validator("where", "ragged", mode="before")
+    @field_validator("ragged", mode="before")
     @classmethod
     def _one_or_many(cls, value: Any) -> Any:
         return [value] if isinstance(value, str) else value
@@ -307,20 +344,7 @@ class ExportSpec(Frozen):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if not self.columns:
-            raise SpecError("name at least one column, for example --column field:samples")
-        names = [column.name for column in self.columns]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise SpecError(f"column names must be unique; {', '.join(twice)} is used twice")
-        for uri in (self.dataset, self.output):
-            refuse_credentials(uri)
-        if self.output.startswith("memory:"):
-            raise SpecError("memory:// is another place in each worker process; name a folder")
-        try:
-            canonical_json(self.feature_args)
-        except ValueError as exc:
-            raise SpecError("feature_args holds NaN or an infinity, which JSON has not") from exc
+        check_json("feature_args", self.feature_args)
         return self
 
     def identity(self) -> dict[str, Any]:
@@ -378,9 +402,10 @@ def _without_user(rest: str) -> str:
 
 
 def _unknown_field(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
-    if len(path) == 1 and path[0] in Execution.model_fields:
+    execution: Any = getattr(model.model_fields.get("execution"), "annotation", None)
+    if execution is not None and len(path) == 1 and path[0] in execution.model_fields:
         return f"there is no such field; it is execution.{path[0]}"
-    known = Execution if path[0] == "execution" else model
+    known = execution if execution is not None and path[0] == "execution" else model
     return f"there is no such field; there are {', '.join(known.model_fields)}"
 
 

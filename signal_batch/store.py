@@ -8,6 +8,7 @@
     OUT/_quarantine/part-00017.jsonl     records that were set aside
     OUT/_manifest.json                   written last; names exactly the files of the output
 
+What a training run keeps there beside claim and manifest is in `checkpoints` and `training_job`.
 This is the only module that touches fsspec. A small object appears whole or not at all: on a
 local disk it is written beside its place and linked there, elsewhere the service sees to it. Two
 attempts at the same part may race: the first receipt wins, and the other attempt adopts it.
@@ -130,7 +131,7 @@ class OutputStore:
             return self._same_job(existing, document)
         if strangers:
             raise OutputConflictError(
-                f"{self.uri} is not empty and no export of this program: it holds "
+                f"{self.uri} is not empty and no output of this program: it holds "
                 f"{', '.join(strangers[:5])}. Choose another output folder"
             )
         return None
@@ -212,18 +213,42 @@ class OutputStore:
         with self._errors(path):
             self._fs.get_file(self._path(path), str(local))
 
+    def put_object(self, path: str, payload: bytes) -> None:
+        """Write an object whole, in place of what may be there under that name."""
+        self._replace(path, payload)
+
+    def put_document(self, path: str, document: Mapping[str, Any]) -> None:
+        """Write an object of JSON whole, in place of what may be there under that name."""
+        self._replace(path, _document(document))
+
+    def read_object(self, path: str) -> bytes | None:
+        """The bytes of an object; None if there is none."""
+        with self._errors(path):
+            try:
+                return bytes(self._fs.cat_file(self._path(path)))
+            except FileNotFoundError:
+                return None
+
+    def read_document(self, path: str) -> dict[str, Any] | None:
+        """An object of JSON; None if there is none, `DamagedOutputError` if it holds no JSON."""
+        return self._read_json(path)
+
+    def remove(self, paths: Iterable[str]) -> None:
+        """Remove objects; another run may just have removed them."""
+        for path in paths:
+            with self._errors(path), suppress(FileNotFoundError):
+                self._fs.rm_file(self._path(path))
+
     def remove_data(self, names: Iterable[str]) -> None:
         """Remove files below `data`; another run may just have removed them."""
-        for name in names:
-            with self._errors(f"{DATA}/{name}"), suppress(FileNotFoundError):
-                self._fs.rm_file(self._path(f"{DATA}/{name}"))
+        self.remove(f"{DATA}/{name}" for name in names)
 
     def _same_job(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
         if found.get("run_key") == wanted["run_key"]:
             return dict(found)
         changes = differences(found.get("identity", {}), wanted["identity"])
         raise OutputConflictError(
-            f"{self.uri} belongs to another export (run key {str(found.get('run_key'))[:12]}, "
+            f"{self.uri} belongs to another job (run key {str(found.get('run_key'))[:12]}, "
             f"this one is {wanted['run_key'][:12]}); nothing was written. They differ in: "
             f"{'; '.join(changes) or 'the run key alone'}. Choose another output folder, or "
             "remove this one if it is no longer needed"

@@ -7,52 +7,20 @@ lines on stdout::
     {"event": "receipt", "receipt": {...}}
     {"event": "error", "kind": "CorruptDatasetError", "message": "...", "ordinal": 17}
 
-A part that already has a receipt is not done again. The process ends when PARENT, the process
-that started it, does.
+A part that already has a receipt is not done again. See `program` for the rest.
 """
 
 from __future__ import annotations
 
-import ctypes
-import json
-import os
-import signal
 import sys
-import threading
-import time
-import traceback
-from collections.abc import Callable
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from signal_batch.errors import SignalBatchError, error_event
 from signal_batch.export import PartExporter, WorkOrder, sweep_temporary
+from signal_batch.program import Emit, serve
 from signal_batch.store import OutputStore
 
-_PR_SET_PDEATHSIG = 1
-_PARENT_POLL_S = 1.0
 
-
-def main() -> int:
-    """Work through the order on stdin; the exit code is 0 or 1."""
-    sys.path.append(str(Path.cwd()))  # feature functions of one's own, after everything installed
-    end_with_parent(int(sys.argv[1]) if len(sys.argv) > 1 else os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides, and kills if need be
-    events = _take_stdout()
-    emit = _emitter(events)
-    try:
-        work(WorkOrder.from_json(json.loads(sys.stdin.buffer.read())), emit)
-    except SignalBatchError as exc:
-        emit(error_event(exc))
-        return 1
-    except Exception as exc:
-        traceback.print_exc()
-        emit(error_event(SignalBatchError(f"{type(exc).__name__}: {exc}")))
-        return 1
-    return 0
-
-
-def work(order: WorkOrder, emit: Callable[[dict[str, Any]], None]) -> None:
+def work(order: WorkOrder, emit: Emit) -> None:
     """Export every part of the order that has no receipt yet."""
     sweep_temporary()
     done = OutputStore(order.spec.output).receipts()
@@ -68,49 +36,9 @@ def work(order: WorkOrder, emit: Callable[[dict[str, Any]], None]) -> None:
             emit({"event": "receipt", "receipt": receipt.to_dict()})
 
 
-def end_with_parent(parent: int) -> None:
-    """End this process and all it started when its parent ends, so that no orphan goes on.
-
-    The parent says its own id: it may have ended while this process was still importing. For a
-    process that leads its process group; what a feature function starts belongs to that group.
-    """
-    signal.signal(signal.SIGTERM, _end_group)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    # On Linux this closes the gap before prctl, and helps where the main thread is busy;
-    # elsewhere it is what does the work.
-    threading.Thread(target=_watch_parent, args=(parent,), daemon=True).start()
-
-
-def _watch_parent(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_PARENT_POLL_S)
-    _end_group()
-
-
-def _end_group(*_: object) -> None:
-    if os.getpgrp() == os.getpid():
-        os.killpg(0, signal.SIGKILL)
-    os._exit(1)
-
-
-def _take_stdout() -> IO[str]:
-    """Keep the real stdout for events; whatever else prints goes to stderr."""
-    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return events
-
-
-def _emitter(stream: IO[str]) -> Callable[[dict[str, Any]], None]:
-    lock = threading.Lock()
-
-    def emit(event: dict[str, Any]) -> None:
-        with lock:
-            stream.write(json.dumps(event) + "\n")
-            stream.flush()
-
-    return emit
+def _serve_json(order: dict[str, Any], emit: Emit) -> None:
+    work(WorkOrder.from_json(order), emit)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(serve(_serve_json))

@@ -7,6 +7,8 @@ import os
 # Before anything imports Prefect, which takes its settings from the environment once.
 os.environ["DO_NOT_TRACK"] = "1"
 os.environ["PREFECT_SERVER_ANALYTICS_ENABLED"] = "false"
+# As in the installed command: importing JAX takes a process a second.
+os.environ["SIGNAL_BATCH_PLAIN_GRAIN"] = "1"
 
 import shutil
 import tempfile

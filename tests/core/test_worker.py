@@ -107,7 +107,7 @@ def test_events_are_all_there_is_on_stdout(order: WorkOrder, tmp_path: Path) -> 
     ended = run(json.dumps(few.to_json()).encode(), tmp_path)
     assert ended.returncode == 0, ended.stderr
     events = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert {event["event"] for event in events} == {"progress", "receipt"}
+    assert {event["event"] for event in events} == {"progress", "receipt", "done"}
     assert sum(event["event"] == "receipt" for event in events) == 2
 
 
