@@ -1,4 +1,4 @@
-"""The installed `signal-batch` command: the core's command line, exports run as a flow."""
+"""The installed `signal-batch` command: the core's command line, jobs run as flows."""
 
 from __future__ import annotations
 
@@ -7,14 +7,19 @@ import sys
 
 os.environ.setdefault("SIGNAL_BATCH_PLAIN_GRAIN", "1")  # read where Grain is imported, below
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from signal_batch import cli
+from signal_batch.cli_options import Runners
 from signal_batch.job import Outcome
+from signal_batch.publishing import TrainOutcome
 from signal_batch.report import note
 from signal_batch.specs import ExportSpec
+from signal_batch.training_spec import TrainSpec
 
 #: What a person at a terminal expects, unless they said otherwise: patience with a cold embedded
 #: server, and our own messages instead of Prefect's log (the run's page has it).
@@ -26,30 +31,47 @@ _DEFAULTS = {
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    sys.exit(cli.main(run_export=run_flow))
+    sys.exit(cli.main(runners=Runners(export=run_export, train=run_training)))
 
 
-def run_flow(spec: ExportSpec, *, on_progress: Any) -> Outcome:
+def run_export(spec: ExportSpec, *, on_progress: Any) -> Outcome:
     """Run the export flow in this process, and say where to watch it."""
+    with _prefect(on_progress):
+        from flows.export_features import export_features
+
+        outcome: Outcome = export_features(spec)
+    return replace(outcome, watch_at=_page_of(outcome.manifest))
+
+
+def run_training(spec: TrainSpec, *, on_progress: Any) -> TrainOutcome:
+    """Run the training flow in this process, and say where to watch it."""
+    with _prefect(on_progress):
+        from flows.train_model import train_model
+
+        outcome: TrainOutcome = train_model(spec)
+    return replace(outcome, watch_at=_page_of(outcome.manifest))
+
+
+@contextmanager
+def _prefect(on_progress: Any) -> Iterator[None]:
+    """Prefect with a server: the one that is configured, or one for the time of the block."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     # Prefect takes its settings from the environment when it is first imported.
     from flows import embedded
-    from flows.export_features import export_features
     from tasks.tracking import listening
 
     if not embedded.configured():
         note("starting Prefect's embedded server (`python -m signal_batch` does without) ...")
     with embedded.server(), listening(on_progress):
-        outcome: Outcome = export_features(spec)
-    return replace(outcome, watch_at=_page_of(outcome))
+        yield
 
 
-def _page_of(outcome: Outcome) -> str:
+def _page_of(manifest: dict[str, Any]) -> str:
     """The run's page, and how to get a server that shows it where none is running."""
     from prefect.settings import get_current_settings
 
-    run_id = outcome.manifest["run"].get("flow_run_id", "")
+    run_id = manifest["run"].get("flow_run_id", "")
     settings = get_current_settings()
     if settings.api.url:
         return f"{settings.ui_url or settings.api.url.removesuffix('/api')}/runs/flow-run/{run_id}"

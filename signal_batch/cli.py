@@ -1,7 +1,7 @@
-"""The command line: export, validate, verify, inspect, synth and demo.
+"""The command line: export and train, validate, verify, inspect, synth and demo.
 
-`python -m signal_batch` runs an export in plain worker processes. The installed `signal-batch`
-command is the same program with exports run as a Prefect flow; it hands its runner to `main`.
+`python -m signal_batch` runs jobs in plain worker processes. The installed `signal-batch` command
+is the same program with jobs run as Prefect flows; it hands its runners to `main`.
 Exit codes: 0 done, 1 the job failed, 2 bad input. A person sees one line, never a traceback.
 """
 
@@ -17,11 +17,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from signal_batch import job, planning, report
+from signal_batch import job, planning, report, training_cli
+from signal_batch.cli_options import Runners, command, fields_from
 from signal_batch.demo import demo_spec
-from signal_batch.errors import InputError, SignalBatchError, SpecError
+from signal_batch.errors import InputError, SignalBatchError
 from signal_batch.features import resolve_feature
 from signal_batch.pins import Pin, write_pin
 from signal_batch.recordings import write_japanese_vowels
@@ -29,10 +28,9 @@ from signal_batch.runner import export
 from signal_batch.specs import ExportSpec, checked
 from signal_batch.store import OutputStore
 from signal_batch.synth import parse_shape, synthesize
+from signal_batch.training_runner import train
 from signal_batch.validation import validate
 from signal_batch.verification import verify
-
-RunExport = Callable[..., job.Outcome]
 
 _EXPORT_EXAMPLES = """\
 examples:
@@ -57,7 +55,10 @@ annotation:SET/KEY, annotation-field:SET/FIELD, id, scene and ordinal.
 """
 
 
-def main(argv: Sequence[str] | None = None, *, run_export: RunExport = export) -> int:
+WITHOUT_PREFECT = Runners(export=export, train=train)
+
+
+def main(argv: Sequence[str] | None = None, *, runners: Runners = WITHOUT_PREFECT) -> int:
     """Run one command and return its exit code."""
     with contextlib.suppress(OSError):  # a folder that is gone has no feature functions either
         # Behind everything installed: a tasks.py beside the user must not hide ours.
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None, *, run_export: RunExport = export) -
             stream.reconfigure(errors="backslashreplace")
     arguments = _parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments, run_export))
+        return int(arguments.run(arguments, runners))
     except SignalBatchError as exc:
         report.problem(str(exc))
         return exc.exit_code
@@ -86,27 +87,16 @@ def main(argv: Sequence[str] | None = None, *, run_export: RunExport = export) -
 
 def spec_from(arguments: argparse.Namespace) -> ExportSpec:
     """The export spec from `--spec` and the options given, options winning."""
-    fields: dict[str, Any] = _spec_file(arguments.spec) if arguments.spec else {}
-    given = {name: value for name, value in vars(arguments).items() if name in _SPEC_OPTIONS}
-    execution = {name: given.pop(name) for name in _EXECUTION_OPTIONS if name in given}
-    if "feature_args" in given:
-        given["feature_args"] = dict(_feature_arg(text) for text in given["feature_args"])
-    fields |= given
-    written = fields.get("execution") or {}
-    if execution and isinstance(written, dict):  # anything else is refused below
-        fields["execution"] = written | execution
-    for name in ("dataset", "output"):
-        if name not in fields:
-            raise SpecError(f"no {name} given: name it on the command line or in --spec")
-    if not fields.get("columns"):
-        raise SpecError("name at least one column, for example --column field:samples")
+    fields = fields_from(
+        arguments, options=_SPEC_OPTIONS, execution=_EXECUTION_OPTIONS, pairs=("feature_args",)
+    )
     return checked(ExportSpec, fields)
 
 
 # --- commands ------------------------------------------------------------------------------
 
 
-def _export(arguments: argparse.Namespace, run_export: RunExport) -> int:
+def _export(arguments: argparse.Namespace, runners: Runners) -> int:
     spec = spec_from(arguments)
     resolve_feature(spec.features, spec.feature_args)
     pin = planning.pin_inputs(spec)
@@ -115,7 +105,7 @@ def _export(arguments: argparse.Namespace, run_export: RunExport) -> int:
     if arguments.dry_run:
         report.show_dry_run(_peeked(spec, pin))
         return 0
-    _run(spec, pin, run_export)
+    _run(spec, pin, runners)
     return 0
 
 
@@ -123,7 +113,7 @@ def _peeked(spec: ExportSpec, pin: Pin) -> job.ExportJob:
     return job.peek(planning.plan(spec, pin, planning.select(spec, pin)))
 
 
-def _run(spec: ExportSpec, pin: Pin, run_export: RunExport) -> None:
+def _run(spec: ExportSpec, pin: Pin, runners: Runners) -> None:
     # Whether there is anything to do is known before a server is started for it.
     if OutputStore(spec.output).read_manifest() is not None:
         standing = job.progress_of(_peeked(spec, pin)).manifest
@@ -131,11 +121,11 @@ def _run(spec: ExportSpec, pin: Pin, run_export: RunExport) -> None:
             report.show_outcome(spec.output, job.Outcome(standing, already_complete=True))
             return
     with report.progress_bar() as on_progress:
-        outcome = run_export(spec, on_progress=on_progress)
+        outcome = runners.export(spec, on_progress=on_progress)
     report.show_outcome(spec.output, outcome)
 
 
-def _validate(arguments: argparse.Namespace, run_export: RunExport) -> int:
+def _validate(arguments: argparse.Namespace, runners: Runners) -> int:
     result = validate(
         arguments.dataset, arguments.annotations, deep=arguments.deep, expect=arguments.expect
     )
@@ -148,13 +138,13 @@ def _validate(arguments: argparse.Namespace, run_export: RunExport) -> int:
     return 0 if result.ok else 1
 
 
-def _verify(arguments: argparse.Namespace, run_export: RunExport) -> int:
+def _verify(arguments: argparse.Namespace, runners: Runners) -> int:
     result = verify(arguments.output)
     report.show_verification(result)
     return 0 if result.ok else 1
 
 
-def _inspect(arguments: argparse.Namespace, run_export: RunExport) -> int:
+def _inspect(arguments: argparse.Namespace, runners: Runners) -> int:
     if not report.show_output(arguments.path):
         sets = arguments.annotations or None
         first = validate(arguments.path, sets or (), check_objects=False)
@@ -164,7 +154,7 @@ def _inspect(arguments: argparse.Namespace, run_export: RunExport) -> int:
     return 0
 
 
-def _synth(arguments: argparse.Namespace, run_export: RunExport) -> int:
+def _synth(arguments: argparse.Namespace, runners: Runners) -> int:
     shape = parse_shape(arguments.shape)
     with report.progress_bar(total=arguments.records) as on_progress:
         dataset = synthesize(
@@ -192,7 +182,7 @@ def _steps_of(on_progress: Callable[[int], None]) -> Callable[[int], None]:
     return report_total
 
 
-def _demo(arguments: argparse.Namespace, run_export: RunExport) -> int:
+def _demo(arguments: argparse.Namespace, runners: Runners) -> int:
     folder = Path(arguments.folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; name a folder for the demo")
@@ -201,7 +191,7 @@ def _demo(arguments: argparse.Namespace, run_export: RunExport) -> int:
     print(f"1. 640 recorded utterances of 9 speakers: {dataset}")
     print("2. exporting their features in two workers ...", flush=True)
     spec = demo_spec(str(dataset), str(output))
-    _run(spec, planning.pin_inputs(spec), run_export)
+    _run(spec, planning.pin_inputs(spec), runners)
     print(report.reading_hint(output))
     return 0
 
@@ -221,20 +211,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_export(commands)
+    training_cli.add_commands(commands)
     _add_validate(commands)
-    verifying = _command(commands, "verify", _verify, "check a complete output against itself")
+    verifying = command(commands, "verify", _verify, "check a complete output against itself")
     verifying.add_argument("output", metavar="OUT", help="output folder of an export")
-    inspecting = _command(commands, "inspect", _inspect, "show what a dataset or an output holds")
+    inspecting = command(commands, "inspect", _inspect, "show what a dataset or an output holds")
     inspecting.add_argument("path", metavar="DATASET|OUT")
     _add_annotations(inspecting)
     _add_synth(commands)
-    demo = _command(commands, "demo", _demo, "export features of real recordings into DIR")
+    demo = command(commands, "demo", _demo, "export features of real recordings into DIR")
     demo.add_argument("folder", metavar="DIR")
     return parser
 
 
 def _add_export(commands: Any) -> None:
-    parser = _command(
+    parser = command(
         commands,
         "export",
         _export,
@@ -358,7 +349,7 @@ def _add_export(commands: Any) -> None:
 
 
 def _add_validate(commands: Any) -> None:
-    parser = _command(commands, "validate", _validate, "check a dataset and pin it")
+    parser = command(commands, "validate", _validate, "check a dataset and pin it")
     parser.add_argument("dataset", metavar="DATASET")
     _add_annotations(parser)
     parser.add_argument("--deep", action="store_true", help="decode every record")
@@ -378,7 +369,7 @@ def _add_annotations(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_synth(commands: Any) -> None:
-    parser = _command(commands, "synth", _synth, "write a dataset of synthetic IQ captures")
+    parser = command(commands, "synth", _synth, "write a dataset of synthetic IQ captures")
     parser.add_argument("dataset", metavar="DATASET")
     parser.add_argument("--records", type=int, required=True, metavar="N")
     parser.add_argument(
@@ -389,41 +380,3 @@ def _add_synth(commands: Any) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="S")
     parser.add_argument("--records-per-shard", type=int, metavar="N")
-
-
-def _command(
-    commands: Any,
-    name: str,
-    run: Callable[[argparse.Namespace, RunExport], int],
-    summary: str,
-    epilog: str | None = None,
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=summary,
-        description=summary,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
-def _feature_arg(text: str) -> tuple[str, Any]:
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise SpecError(f"--feature-arg {text!r} must read KEY=VALUE")
-    try:
-        return name, json.loads(value)
-    except (ValueError, RecursionError):
-        return name, value
-
-
-def _spec_file(path: str) -> dict[str, Any]:
-    try:
-        value = yaml.safe_load(Path(path).read_text())
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as exc:
-        raise SpecError(f"--spec {path} cannot be read: {exc}") from exc
-    if not isinstance(value, dict):
-        raise SpecError(f"--spec {path} must hold the fields of an export spec")
-    return value

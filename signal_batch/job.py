@@ -24,6 +24,7 @@ from signal_batch.pins import Pin
 from signal_batch.plan import Part, Shard, group_into_shards, plan_parts
 from signal_batch.selection import Selection
 from signal_batch.specs import (
+    EXPORT_FORMAT,
     SCHEMA_VERSION,
     Column,
     ExportSpec,
@@ -31,7 +32,6 @@ from signal_batch.specs import (
 )
 from signal_batch.store import DATA, MANIFEST, OutputStore, Receipt
 
-FORMAT = "signal-batch.export"
 _PACKAGES = ("signal-batch", "signal-dataset", "numpy", "scipy", "pyarrow", "grain")
 
 
@@ -208,7 +208,7 @@ def _versions() -> dict[str, str]:
 
 def _claim_document(job: ExportJob) -> dict[str, Any]:
     return {
-        "format": FORMAT,
+        "format": EXPORT_FORMAT,
         "format_version": SCHEMA_VERSION,
         "run_key": job.run_key,
         "identity": job.identity | {"where": list(job.spec.where)},
@@ -256,7 +256,7 @@ def _manifest(
     job: ExportJob, receipts: Sequence[Receipt], run: Mapping[str, Any]
 ) -> dict[str, Any]:
     return {
-        "format": FORMAT,
+        "format": EXPORT_FORMAT,
         "format_version": SCHEMA_VERSION,
         "run_key": job.run_key,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -9,9 +9,13 @@ import numpy as np
 
 from signal_batch.batches import Array, Batch, ordinal_range
 from signal_batch.errors import SpecError
+from signal_batch.export import array_columns
 from signal_batch.lengths import Lengths
+from signal_batch.statistics import Statistics
 from signal_batch.training import Label, ModelBatch
-from signal_batch.transforms import Chain
+from signal_batch.training_job import TrainPlan
+from signal_batch.training_spec import TrainSpec
+from signal_batch.transforms import Chain, resolve_chain
 
 
 @dataclass(frozen=True)
@@ -49,3 +53,17 @@ class Preparation:
                 f"{ordinal_range(batch)}: {exc.args[0]!r} is no class of this model; it knows "
                 f"{', '.join(map(str, self.classes))}"
             ) from None
+
+
+def preparation_of(spec: TrainSpec, plan: TrainPlan, statistics: Statistics | None) -> Preparation:
+    """The way from a record to the model that a run planned.
+
+    `statistics` are those of the training records, where a transform normalizes by them.
+    """
+    chain = resolve_chain(
+        spec.transforms,
+        seed=spec.seed,
+        array_columns=array_columns(plan.columns),
+        statistics=statistics,
+    )
+    return Preparation(chain, plan.lengths, spec.target, plan.classes)

@@ -12,13 +12,12 @@ from safetensors.numpy import save
 from signal_batch.checkpoints import Checkpoints
 from signal_batch.errors import DamagedOutputError
 from signal_batch.metrics import MetricLog, to_jsonl, to_parquet
-from signal_batch.specs import SCHEMA_VERSION
+from signal_batch.specs import MODEL_FORMAT, SCHEMA_VERSION
 from signal_batch.statistics import Statistics
 from signal_batch.store import OutputStore
 from signal_batch.training_job import (
     ARRAYS,
     EVALUATION,
-    FORMAT,
     METRICS,
     MODEL,
     REPORT,
@@ -80,7 +79,7 @@ def publish(
     store.put_document(MODEL, model)
     payloads[MODEL] = store.read_object(MODEL) or b""
     manifest = {
-        "format": FORMAT,
+        "format": MODEL_FORMAT,
         "format_version": SCHEMA_VERSION,
         "run_key": job.run_key,
         "created": model["created"],
@@ -118,7 +117,7 @@ def _model_document(
 ) -> dict[str, Any]:
     plan = job.plan.to_json()
     return {
-        "format": FORMAT,
+        "format": MODEL_FORMAT,
         "format_version": SCHEMA_VERSION,
         "run_key": job.run_key,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -24,7 +24,10 @@ from rich.text import Text
 from signal_batch.errors import DamagedOutputError, SignalBatchError
 from signal_batch.job import ExportJob, Outcome, progress_of
 from signal_batch.pins import Pin
+from signal_batch.publishing import TrainOutcome
+from signal_batch.specs import MODEL_FORMAT
 from signal_batch.store import OutputStore
+from signal_batch.training_job import TrainJob
 from signal_batch.validation import FieldSummary, Keys, Validation
 from signal_batch.verification import Verification
 
@@ -106,6 +109,54 @@ def show_manifest(output: str, manifest: dict[str, Any]) -> None:
         print(f"  written by Prefect flow run {run['flow_run_name']} ({run['flow_run_id']})")
 
 
+def show_model(output: str, outcome: TrainOutcome) -> None:
+    """What a training run made."""
+    manifest = outcome.manifest
+    print(f"{output}: {manifest['trainer']} model after {manifest['steps']:,} steps")
+    for side, metrics in manifest["metrics"].items():
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        print(f"  {side:<11} {shown}")
+    print(f"  run key {manifest['run_key'][:16]}, dataset {manifest['pin']['fingerprint'][:16]}")
+    print(f"  report      {output.rstrip('/')}/report.html")
+    if outcome.already_complete:
+        print("  it was complete already; nothing was done")
+    if outcome.watch_at:
+        print(f"  watch it in the Prefect UI: {outcome.watch_at}")
+
+
+def show_training_plan(job: TrainJob) -> None:
+    """What a training run would do."""
+    plan = job.plan
+    print(f"run key       {job.run_key}")
+    print(f"dataset       {job.pin.uri} ({job.pin.fingerprint[:16]})")
+    for item in job.pin.annotations:
+        print(f"annotations   {item.name} ({item.root_sha256[:16]})")
+    for side, found in plan.split["sides"].items():
+        counts = ", ".join(f"{label}: {count:,}" for label, count in found["classes"].items())
+        print(f"{side:<13} {found['records']:,} records" + (f" ({counts})" if counts else ""))
+    for name, array in plan.arrays.items():
+        shape = " x ".join("any" if size is None else str(size) for size in array.shape)
+        seen = ", seen by the model" if name in plan.inputs else ""
+        print(f"column        {name}: {array.dtype} {shape or 'a value'}{seen}")
+    print(f"steps         {plan.total_steps:,} of {job.spec.batch_size:,} records")
+    for warning in plan.warnings:
+        problem(warning)
+
+
+def show_evaluation(result: dict[str, Any]) -> None:
+    """What a model reaches on a dataset."""
+    side = f", {result['side']} side" if result["side"] else ""
+    print(f"{result['model']} on {result['dataset']}{side}: {result['records']:,} records")
+    for name, value in result["metrics"].items():
+        print(f"  {name:<11} {value:.4g}")
+    for column, groups in result.get("by", {}).items():
+        for group in groups:
+            where = (
+                f"{group['from']:g} to {group['to']:g}" if "from" in group else str(group["value"])
+            )
+            print(f"  {column} {where}: accuracy {group['accuracy']:.3f} of {group['records']:,}")
+
+
 def show_dry_run(job: ExportJob) -> None:
     """What an export would do."""
     progress = progress_of(job)
@@ -161,9 +212,10 @@ def show_verification(result: Verification) -> None:
     for fault in result.faults:
         problem(fault)
     if result.ok:
+        rows = f"{result.rows:,} rows in " if result.rows else ""
         print(
-            f"{result.uri}: complete and undamaged, {result.rows:,} rows in {result.files} "
-            f"files, {human_bytes(result.bytes)}"
+            f"{result.uri}: complete and undamaged, {rows}{result.files} files, "
+            f"{human_bytes(result.bytes)}"
         )
     else:
         plural = "" if len(result.faults) == 1 else "s"
@@ -185,6 +237,9 @@ def show_output(path: str) -> bool:
 
 def _show_output(path: str, store: OutputStore) -> bool:
     manifest, claim = store.read_manifest(), store.read_claim()
+    if MODEL_FORMAT in ((manifest or {}).get("format"), (claim or {}).get("format")):
+        _show_training(path, manifest, claim)
+        return True
     if manifest is not None:
         show_manifest(path, manifest)
         print(
@@ -203,6 +258,17 @@ def _show_output(path: str, store: OutputStore) -> bool:
         print(f"  run key {claim['run_key'][:16]}, from {claim['pin']['uri']}")
         return True
     return False
+
+
+def _show_training(
+    path: str, manifest: dict[str, Any] | None, claim: dict[str, Any] | None
+) -> None:
+    if manifest is not None:
+        show_model(path, TrainOutcome(manifest))
+        print(f"  from {manifest['pin']['uri']}, written {manifest['created']}")
+    elif claim is not None:
+        print(f"{path}: a training run that is not complete; run the same command to go on")
+        print(f"  run key {claim['run_key'][:16]}, from {claim['pin']['uri']}")
 
 
 def reading_hint(output: Path) -> str:

@@ -40,6 +40,9 @@ from signal_batch.errors import SpecError
 
 #: Raised when the same spec and pin would produce other files than before.
 SCHEMA_VERSION = 1
+#: What claim and manifest of an output say it is.
+EXPORT_FORMAT = "signal-batch.export"
+MODEL_FORMAT = "signal-batch.model"
 
 FIELD_DTYPES = (
     *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),

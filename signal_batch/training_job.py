@@ -29,13 +29,12 @@ from signal_batch.errors import DamagedOutputError
 from signal_batch.lengths import Lengths
 from signal_batch.pins import Pin
 from signal_batch.selection import Selection
-from signal_batch.specs import SCHEMA_VERSION, Column, checked
+from signal_batch.specs import MODEL_FORMAT, SCHEMA_VERSION, Column, checked
 from signal_batch.statistics import Statistics
 from signal_batch.store import MANIFEST, OutputStore
 from signal_batch.training import ArraySpec, BatchSpec, Label
 from signal_batch.training_spec import SIDES, TrainSpec
 
-FORMAT = "signal-batch.model"
 RECORDS = "_records.safetensors"
 STATISTICS = "_statistics.json"
 EVALUATION = "_evaluation.json"
@@ -192,7 +191,7 @@ def read_training(output: str) -> TrainJob:
     Raises `DamagedOutputError` where there is none, or what it wrote cannot be read.
     """
     claim = OutputStore(output).read_claim()
-    if claim is None or claim.get("format") != FORMAT:
+    if claim is None or claim.get("format") != MODEL_FORMAT:
         raise DamagedOutputError(f"{output} is not the output of a training run")
     try:
         spec = {**claim["spec"], "output": output}
@@ -253,7 +252,7 @@ def versions() -> dict[str, str]:
 
 def _claim_document(job: TrainJob) -> dict[str, Any]:
     return {
-        "format": FORMAT,
+        "format": MODEL_FORMAT,
         "format_version": SCHEMA_VERSION,
         "run_key": job.run_key,
         "identity": job.identity,

@@ -404,7 +404,6 @@ def _draw_confusion(names: Sequence[str], matrix: Sequence[Sequence[int]]) -> st
         if size <= _MOST_COUNTED:
             for row, column in ((i, j) for i in range(size) for j in range(size) if matrix[i][j]):
                 colour = "white" if shares[row][column] > 66 else "#222"
-                text = _compact(matrix[row][column])
                 cell = axes.text(column, row, _compact(matrix[row][column]), color=colour)
                 cell.set(ha="center", va="center", fontsize=font, in_layout=False)
         bar = axes.figure.colorbar(image, ax=axes, shrink=0.8, aspect=30, pad=0.02)

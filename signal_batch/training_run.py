@@ -9,7 +9,7 @@ on from one is going on as if nothing had happened.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,19 +20,17 @@ import numpy.typing as npt
 from signal_batch._grain import grain
 from signal_batch.bucketing import buckets_of
 from signal_batch.checkpoints import BackgroundSaver, Checkpoint, Checkpoints, copied
-from signal_batch.errors import DamagedOutputError, SpecError
-from signal_batch.evaluation import Scores
-from signal_batch.export import array_columns
+from signal_batch.errors import DamagedOutputError
 from signal_batch.iteration import batches_in_order, global_order, iterating, training_batches
+from signal_batch.judging import REPORT_EVERY_S, evaluation_batches, floats, heard, judge
 from signal_batch.metrics import MetricLog
 from signal_batch.pins import reopen
-from signal_batch.preparation import Preparation
+from signal_batch.preparation import Preparation, preparation_of
 from signal_batch.program import Emit
 from signal_batch.reading import metadata_rows
-from signal_batch.selection import Selection
 from signal_batch.shuffling import BlockShuffle
 from signal_batch.source import BatchFetcher
-from signal_batch.statistics import Statistics, measure
+from signal_batch.statistics import measure
 from signal_batch.store import OutputStore
 from signal_batch.trainers import resolve_trainer
 from signal_batch.training import ModelBatch, Trainer
@@ -43,10 +41,7 @@ from signal_batch.training_job import (
     versions,
     write_statistics,
 )
-from signal_batch.transforms import resolve_chain
 
-#: Progress is reported so often, and a worker that reports nothing for long is taken for hung.
-REPORT_EVERY_S = 0.5
 #: A batch in evaluation and in the measuring of statistics holds about so much stored data.
 _PASS_BYTES = 16 << 20
 _BLOCK = 4096
@@ -56,7 +51,7 @@ def measure_statistics(job: TrainJob, emit: Emit) -> None:
     """Read the training records once and write their statistics; an earlier attempt's stand."""
     if read_statistics(job) is not None:
         return
-    chain = _chain(job, None)
+    chain = preparation_of(job.spec, job.plan, None).chain
     before = chain.until_statistics()
     with closing(_fetcher(job)) as fetch:
         selection = job.sides["train"]
@@ -64,7 +59,7 @@ def measure_statistics(job: TrainJob, emit: Emit) -> None:
         rows = _pass_rows(job)
         pipeline = batches_in_order(selection, fetch, rows, threads=job.spec.execution.threads)
         with iterating(pipeline) as batches:
-            ready = (before(batch, training=False) for batch in _heard(batches, emit))
+            ready = (before(batch, training=False) for batch in heard(batches, emit))
             write_statistics(job, measure(ready, names))
 
 
@@ -78,33 +73,16 @@ def evaluate_model(job: TrainJob, emit: Emit) -> None:
         )
     trainer = _trainer(job, 0, None)
     trainer.load(checkpoint.arrays)
+    ready = preparation(job)
+    results = {}
     with closing(_fetcher(job)) as fetch:
-        results = {
-            side: judge(job, trainer, job.sides[side], fetch, emit)
-            for side in ("validation", "test")
-            if len(job.sides[side])
-        }
+        for side in ("validation", "test"):
+            if len(job.sides[side]):
+                with _side_batches(job, side, fetch, ready, emit) as batches:
+                    judged = judge(trainer, batches, ready, job.spec.by_columns)
+                results[side] = {"records": len(job.sides[side]), **judged}
     document = {"run_key": job.run_key, "sides": results}
     OutputStore(job.spec.output).put_document(EVALUATION, document)
-
-
-def judge(
-    job: TrainJob, trainer: Trainer, selection: Selection, fetch: BatchFetcher, emit: Emit
-) -> dict[str, Any]:
-    """Metrics of a trainer over some records; with a confusion matrix where it classifies."""
-    with _evaluation_batches(job, selection, fetch, emit) as batches:
-        predict = getattr(trainer, "predict", None)
-        if predict is None or not job.plan.classes:
-            return {"records": len(selection), "metrics": _floats(trainer.evaluate(batches))}
-        scores = Scores()
-        for batch in batches:
-            scores.add(
-                predict(batch)["probabilities"],
-                batch[job.spec.target or ""],
-                {name: batch[name] for name in job.spec.by_columns if name in batch},
-            )
-        result = scores.result()
-        return {**result, "metrics": {name: result[name] for name in ("accuracy", "loss")}}
 
 
 def train_rank(job: TrainJob, rank: int, coordinator: str | None, emit: Emit) -> None:
@@ -151,6 +129,7 @@ class _Loop:
         self.log = MetricLog(spec.log_steps)
         self.checkpoints = _checkpoints(self.job)
         self.saver = BackgroundSaver(lambda item: self.checkpoints.save(item, versions()))
+        self.ready = preparation(self.job)
         self.leads = self.rank == 0
         self._saved_step, self._saved_at = 0, time.monotonic()
         self._reported_at, self._unreported = 0.0, 0
@@ -181,7 +160,7 @@ class _Loop:
                 began = time.perf_counter()
                 batch = next(batches)
                 waited = time.perf_counter()
-                metrics = _floats(trainer.step(batch))
+                metrics = floats(trainer.step(batch))
                 ended = time.perf_counter()
                 self.step += 1
                 self.times.wait_s += waited - began
@@ -203,7 +182,7 @@ class _Loop:
             cursor=self.step * job.spec.batch_size,
             rank=self.rank,
             world=execution.ranks,
-            transform=preparation(job).training,
+            transform=self.ready.training,
             threads=execution.threads,
             prefetch_batches=execution.prefetch_batches,
             **order_options(job),
@@ -215,9 +194,8 @@ class _Loop:
             self.log.flush(self.step)
         if job.monitored is None or (self.step % job.plan.evaluate_steps and self.step < total):
             return
-        selection = job.sides[job.monitored]
-        with _evaluation_batches(job, selection, self.fetch, self.emit) as batches:
-            metrics = _floats(trainer.evaluate(batches))
+        with _side_batches(job, job.monitored, self.fetch, self.ready, self.emit) as batches:
+            metrics = floats(trainer.evaluate(batches))
         self.log.record(self.step, job.monitored, metrics)
         if self.leads:
             self.emit(
@@ -260,12 +238,12 @@ class _Loop:
 
 def preparation(job: TrainJob) -> Preparation:
     """The steps from a record to the model, with the statistics that were measured for it."""
-    chain = _chain(job, read_statistics(job))
-    if chain.needs_statistics and chain.statistics is None:
+    statistics = read_statistics(job) if job.plan.normalizes else None
+    if job.plan.normalizes and statistics is None:
         raise DamagedOutputError(
             f"{job.spec.output} has no statistics of this run; run the same command again"
         )
-    return Preparation(chain, job.plan.lengths, job.spec.target, job.plan.classes)
+    return preparation_of(job.spec, job.plan, statistics)
 
 
 def order_options(job: TrainJob) -> dict[str, Any]:
@@ -310,15 +288,6 @@ def _trainer(job: TrainJob, rank: int, coordinator: str | None) -> Trainer:
     return trainer
 
 
-def _chain(job: TrainJob, statistics: Statistics | None) -> Any:
-    return resolve_chain(
-        job.spec.transforms,
-        seed=job.spec.seed,
-        array_columns=array_columns(job.plan.columns),
-        statistics=statistics,
-    )
-
-
 def _fetcher(job: TrainJob) -> BatchFetcher:
     return BatchFetcher(job.pin, job.plan.columns, safe_decode=job.spec.execution.safe_decode)
 
@@ -333,49 +302,20 @@ def _checkpoints(job: TrainJob) -> Checkpoints:
 
 
 @contextmanager
-def _evaluation_batches(
-    job: TrainJob, selection: Selection, fetch: BatchFetcher, emit: Emit
+def _side_batches(
+    job: TrainJob, side: str, fetch: BatchFetcher, ready: Preparation, emit: Emit
 ) -> Iterator[Iterator[ModelBatch]]:
     """A side in ordinal order, in batches of the size that the trainer was told."""
-    ready = preparation(job)
-    size = job.spec.batch_size // job.spec.execution.ranks
-    pipeline = batches_in_order(
-        selection, _Then(fetch, ready.evaluation), size, threads=job.spec.execution.threads
-    )
-    with iterating(pipeline) as batches:
-        yield _heard(batches, emit)
-
-
-@dataclass(frozen=True)
-class _Then:
-    """A read and what is done with it, in the thread that reads."""
-
-    fetch: BatchFetcher
-    then: Callable[[Any], Any]
-
-    def __call__(self, ordinals: npt.NDArray[np.int64]) -> Any:
-        return self.then(self.fetch(ordinals))
-
-
-def _heard(batches: Iterator[Any], emit: Emit) -> Iterator[Any]:
-    """The batches; says now and then that there is still something going on."""
-    said = time.monotonic()
-    for batch in batches:
-        yield batch
-        if time.monotonic() - said >= REPORT_EVERY_S:
-            emit({"event": "alive"})
-            said = time.monotonic()
+    execution = job.spec.execution
+    size = job.spec.batch_size // execution.ranks
+    with evaluation_batches(
+        job.sides[side], fetch, ready, size, threads=execution.threads, emit=emit
+    ) as batches:
+        yield batches
 
 
 def _pass_rows(job: TrainJob) -> int:
     return int(max(1, min(1024, _PASS_BYTES // job.pin.record_bytes)))
-
-
-def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
-    try:
-        return {str(name): float(value) for name, value in metrics.items()}
-    except (TypeError, ValueError, AttributeError) as exc:
-        raise SpecError(f"a trainer's metrics must be numbers by name: {exc}") from exc
 
 
 def _warner(emit: Emit) -> Callable[[str], None]:

@@ -65,7 +65,8 @@ class RunListener:
         elif kind == "progress":
             self._on_progress(event["rows"])
         elif kind == "metrics":
-            self.metrics.append(event)
+            row = {"step": event["step"], "side": event["side"], **event["metrics"]}
+            self.metrics.append(row)
         elif kind == "warning":
             self.warnings.append(event["message"])
             logger.warning("%s", event["message"])

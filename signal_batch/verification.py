@@ -23,7 +23,7 @@ from signal_batch.errors import InputError, SignalBatchError
 from signal_batch.parquet import read_part_digest
 from signal_batch.pins import Pin
 from signal_batch.selection import Selection
-from signal_batch.specs import checked, digest
+from signal_batch.specs import MODEL_FORMAT, checked, digest
 from signal_batch.store import (
     CLAIM,
     DATA,
@@ -62,7 +62,9 @@ def verify(uri: str, *, on_file: Callable[[str], None] | None = None) -> Verific
     store = OutputStore(uri)
     claim, manifest = store.read_claim(), store.read_manifest()
     if claim is None and manifest is None:
-        raise InputError(f"{store.uri} holds no export: neither {CLAIM} nor {MANIFEST} is there")
+        raise InputError(f"{store.uri} holds no output: neither {CLAIM} nor {MANIFEST} is there")
+    if MODEL_FORMAT in ((manifest or {}).get("format"), (claim or {}).get("format")):
+        return _verify_model(store, claim, manifest)
     if manifest is None:
         plan = (claim or {}).get("plan")
         done, of = len(store.receipts()), plan.get("parts", "?") if isinstance(plan, dict) else "?"
@@ -91,6 +93,30 @@ def verify(uri: str, *, on_file: Callable[[str], None] | None = None) -> Verific
         rows=sum(receipt.rows for receipt in receipts),
         bytes=sum(receipt.bytes for receipt in receipts),
     )
+
+
+def _verify_model(
+    store: OutputStore, claim: Mapping[str, Any] | None, manifest: Mapping[str, Any] | None
+) -> Verification:
+    """A published model: every file that the manifest names has the hash it says."""
+    if manifest is None:
+        fault = (
+            f"not complete: there is no {MANIFEST}; run the same training again to go on from its "
+            "last checkpoint"
+        )
+        return Verification(store.uri, (fault,), 0, 0, 0)
+    entries = manifest.get("files")
+    if not isinstance(entries, list) or not entries:
+        return Verification(store.uri, (f"{MANIFEST} is damaged: it names no files",), 0, 0, 0)
+    faults = list(_claim_faults(claim, manifest))
+    for entry in entries:
+        payload = store.read_object(str(entry.get("file")))
+        if payload is None:
+            faults.append(f"{entry.get('file')} is missing")
+        elif sha256(payload).hexdigest() != entry.get("sha256"):
+            faults.append(f"{entry.get('file')} is not what was published")
+    size = sum(entry.get("bytes", 0) for entry in entries)
+    return Verification(store.uri, tuple(faults), len(entries), 0, size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,14 @@ def export_shards(job: ExportJob, run_id: str) -> list[ShardRow]:
     progress = steps.progress_of(job)
     rows: list[ShardRow] = []
     submits = [partial(_submit, job, shard, run_id) for shard in progress.shards]
-    with tracked(run_id, progress.done_rows, len(job.selection)):
+    total = len(job.selection)
+    with tracked(
+        run_id,
+        progress.done_rows,
+        total,
+        key="export-progress",
+        description=f"{total:,} records to export",
+    ):
         try:
             for future in run_bounded(submits, job.spec.execution.workers):
                 rows.append(future.result())

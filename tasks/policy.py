@@ -11,6 +11,7 @@ from prefect.tasks import Task
 
 from signal_batch.errors import SignalBatchError
 from signal_batch.specs import Execution
+from signal_batch.training_spec import TrainExecution
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -48,6 +49,6 @@ def can_pass(task: Task[..., Any], run: TaskRun, state: State[Any]) -> bool:
     return isinstance(exc, SignalBatchError) and exc.transient
 
 
-def retry_delays(execution: Execution) -> list[float]:
-    """Seconds before each retry of a shard, doubling; Prefect adds the jitter."""
+def retry_delays(execution: Execution | TrainExecution) -> list[float]:
+    """Seconds before each retry of a worker, doubling; Prefect adds the jitter."""
     return [execution.retry_delay_s * 2**attempt for attempt in range(execution.retries)]

@@ -28,10 +28,15 @@ class RunProgress:
 
     def __init__(self, done: int, total: int) -> None:
         self.total = total
-        self._done = done
         self._lock = threading.Lock()
+        self.restart(done)
+
+    def restart(self, done: int) -> None:
+        """Count on from so many rows, which may be fewer than were counted."""
+        with self._lock:
+            self._done = done
         for listener in _listeners:
-            listener(done, total=total)
+            listener(done, total=self.total)
 
     def add(self, rows: int) -> None:
         with self._lock:
@@ -46,14 +51,14 @@ class RunProgress:
 
 
 @contextmanager
-def tracked(run_id: str, done: int, total: int) -> Iterator[RunProgress]:
+def tracked(
+    run_id: str, done: int, total: int, *, key: str, description: str
+) -> Iterator[RunProgress]:
     """Keep the run's progress artifact up to date while the block runs."""
     progress = _runs[run_id] = RunProgress(done, total)
     artifact = cast(
         UUID,
-        create_progress_artifact(
-            progress.percent, key="export-progress", description=f"{total:,} records to export"
-        ),
+        create_progress_artifact(progress.percent, key=key, description=description),
     )
     stop = threading.Event()
     # With this run's settings and client; a new thread has neither.
@@ -94,6 +99,6 @@ def _update(artifact: UUID, progress: RunProgress, stop: threading.Event) -> Non
 
 
 def _publish(artifact: UUID, progress: RunProgress) -> None:
-    # A server that does not answer must not fail the export it merely shows.
+    # A server that does not answer must not fail the run it merely shows.
     with suppress(Exception):
         update_progress_artifact(artifact_id=artifact, progress=progress.percent)

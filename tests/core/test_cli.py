@@ -19,10 +19,12 @@ import yaml
 from signal_batch import job as steps
 from signal_batch import planning
 from signal_batch.cli import main
+from signal_batch.cli_options import Runners
 from signal_batch.job import Outcome
 from signal_batch.pins import pin_dataset
 from signal_batch.planning import prepare
 from signal_batch.specs import ExportSpec
+from signal_batch.training_runner import train
 from signal_batch.worker import work
 
 Run = Callable[..., tuple[int, str, str]]
@@ -46,7 +48,7 @@ def run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.
 
     def call(*arguments: object, workers: bool = False) -> tuple[int, str, str]:
         capsys.readouterr()
-        options: dict[str, Any] = {} if workers else {"run_export": export_here}
+        options: dict[str, Any] = {} if workers else {"runners": Runners(export_here, train)}
         try:
             code = main(list(map(str, arguments)), **options)
         except SystemExit as exc:  # argparse ends this way

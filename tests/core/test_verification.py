@@ -493,8 +493,8 @@ def test_exit_codes(out: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     empty.mkdir()
     for path in (empty, tmp_path / "nothing"):
         assert main(["verify", str(path)]) == 2
-        assert "holds no export" in capsys.readouterr().err
-    with pytest.raises(InputError, match="holds no export"):
+        assert "holds no output" in capsys.readouterr().err
+    with pytest.raises(InputError, match="holds no output"):
         verify(str(empty))
 
 

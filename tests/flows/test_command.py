@@ -126,8 +126,8 @@ class Look(importlib.abc.MetaPathFinder):
             os._exit(0)
 
 sys.meta_path.insert(0, Look())
-from flows.cli import run_flow
-run_flow(None, on_progress=None)
+from flows.cli import run_export
+run_export(None, on_progress=None)
 """
 
 

@@ -1,0 +1,178 @@
+"""The steps of a training run as Prefect tasks, and its artifacts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from prefect import Task, get_run_logger
+from prefect.artifacts import create_markdown_artifact, create_table_artifact
+
+from signal_batch import planning
+from signal_batch.pins import Pin
+from signal_batch.processes import stop_workers
+from signal_batch.publishing import TrainOutcome, publish
+from signal_batch.ranks import OnEvent, run_evaluation, run_ranks, run_statistics
+from signal_batch.selection import Selection
+from signal_batch.training_job import TrainJob, claim_training
+from signal_batch.training_planning import check_trainer, plan_training
+from signal_batch.training_runner import RunListener
+from signal_batch.training_spec import TrainSpec
+from signal_batch.validation import validate
+from tasks.policy import retry_delays, task
+from tasks.tracking import RunProgress, tracked
+from tasks.validation import raise_faults
+
+
+@task(name="validate dataset")
+def validate_dataset(spec: TrainSpec) -> None:
+    """Every shard object is there with its size, and the metadata reads."""
+    result = validate(spec.dataset)
+    raise_faults(result)
+    get_run_logger().info("%s: %d records, sound", spec.dataset, result.pin.record_count)
+
+
+@task(name="pin annotations")
+def pin_inputs(spec: TrainSpec) -> Pin:
+    return planning.pin_inputs(spec)
+
+
+@task(name="select records")
+def select_records(spec: TrainSpec, pin: Pin) -> Selection:
+    return planning.select(spec, pin)
+
+
+@task(name="split and plan")
+def plan_run(spec: TrainSpec, pin: Pin, selection: Selection) -> TrainJob:
+    """Make the sides, look at what the trainer will get, claim the output folder."""
+    planned = plan_training(spec, pin, selection)
+    check_trainer(planned)
+    job = claim_training(planned)
+    logger = get_run_logger()
+    logger.info("run key %s, %d steps", job.run_key[:16], job.plan.total_steps)
+    for warning in job.plan.warnings:
+        logger.warning("%s", warning)
+    return job
+
+
+@task(name="measure statistics")
+def measure_statistics(job: dict[str, Any], run_id: str) -> None:
+    """One pass over the training records in a worker program; an earlier run's result stands."""
+    run_statistics(TrainJob.from_json(job), _listener(run_id), run_id=run_id)
+
+
+@task(name="train")
+def take_steps(job: dict[str, Any], run_id: str) -> None:
+    """From the newest checkpoint to the last step, in one worker program for each rank."""
+    run_ranks(TrainJob.from_json(job), _listener(run_id), run_id=run_id)
+
+
+@task(name="evaluate")
+def evaluate_model(job: dict[str, Any], run_id: str) -> None:
+    """Judge the finished model on the sides that are held out, in a worker program."""
+    run_evaluation(TrainJob.from_json(job), _listener(run_id), run_id=run_id)
+
+
+@task(name="publish model")
+def publish_model(job: TrainJob, run: dict[str, Any], warnings: tuple[str, ...]) -> dict[str, Any]:
+    return publish(job, run=run, warnings=warnings)
+
+
+@task(name="report")
+def report_run(outcome: TrainOutcome, output: str, metrics: list[dict[str, Any]]) -> None:
+    """Leave the table of evaluations and a summary on the run's page.
+
+    The model is published by now: a server that does not take the report must not fail the run.
+    """
+    try:
+        if metrics:
+            create_table_artifact(
+                table=metrics, key="training-metrics", description="evaluations while training"
+            )
+        create_markdown_artifact(
+            _summary(outcome, output), key="training-report", description=output
+        )
+    except Exception as exc:
+        get_run_logger().warning("the report could not be left on the run's page: %s", exc)
+
+
+def learn(job: TrainJob, run_id: str) -> RunListener:
+    """Measure, train and evaluate, each retried by itself; returns what the run was told.
+
+    Any end but a good one stops the worker processes of the run first. The checkpoints stay, and
+    the next run goes on from the newest.
+    """
+    steps = [
+        *([measure_statistics] if job.plan.normalizes else []),
+        take_steps,
+        *([evaluate_model] if job.monitored is not None else []),
+    ]
+    total = job.plan.total_steps * job.spec.batch_size
+    description = f"{total:,} records to train on"
+    with tracked(run_id, 0, total, key="training-progress", description=description) as progress:
+        listener = _listening[run_id] = RunListener(job, _reporter(progress))
+        try:
+            for step in steps:
+                _patient(step, job)(job.to_json(), run_id)
+        except BaseException:
+            stop_workers(run_id)  # at once: closing the progress may wait for a slow server
+            raise
+        finally:
+            del _listening[run_id]
+    return listener
+
+
+#: What follows the events of each run of this process.
+_listening: dict[str, RunListener] = {}
+
+
+def _listener(run_id: str) -> OnEvent:
+    return _listening.get(run_id) or (lambda event: None)
+
+
+def _reporter(progress: RunProgress) -> Callable[..., None]:
+    def report(rows: int, total: int | None = None) -> None:
+        if total is None:
+            progress.add(rows)
+        else:
+            progress.restart(rows)
+
+    return report
+
+
+def _patient(step: Task[..., None], job: TrainJob) -> Task[..., None]:
+    execution = job.spec.execution
+    return step.with_options(retries=execution.retries, retry_delay_seconds=retry_delays(execution))
+
+
+def _summary(outcome: TrainOutcome, output: str) -> str:
+    manifest = outcome.manifest
+    pin = manifest["pin"]
+    results = [
+        f"| {side} {name} | {value:.4g} |"
+        for side, metrics in manifest["metrics"].items()
+        for name, value in metrics.items()
+    ]
+    pins = [f"| dataset | {pin['uri']} | `{pin['fingerprint'][:16]}` |"]
+    pins += [
+        f"| annotations | {item['name']} {item['publication_id']} | `{item['root_sha256'][:16]}` |"
+        for item in pin["annotations"]
+    ]
+    done = "Complete already; nothing was done." if outcome.already_complete else ""
+    return "\n".join(
+        [
+            f"# {manifest['trainer']} model at {output}",
+            done,
+            "",
+            "| | |",
+            "| --- | --- |",
+            f"| steps | {manifest['steps']:,} |",
+            *results,
+            f"| run key | `{manifest['run_key']}` |",
+            f"| report | {output.rstrip('/')}/report.html |",
+            "",
+            "| pinned | what | digest |",
+            "| --- | --- | --- |",
+            *pins,
+        ]
+    )
