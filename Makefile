@@ -10,6 +10,9 @@ export DO_NOT_TRACK := 1
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS := 180
 
+# Installed without being compiled ahead, so what is imported must be kept compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test lint format bench lock clean
 
 demo: .venv/ready

@@ -12,6 +12,7 @@ from safetensors.numpy import save
 from signal_batch.checkpoints import Checkpoints
 from signal_batch.errors import DamagedOutputError
 from signal_batch.metrics import MetricLog, to_jsonl, to_parquet
+from signal_batch.mlflow_log import log_model
 from signal_batch.specs import MODEL_FORMAT, SCHEMA_VERSION
 from signal_batch.statistics import Statistics
 from signal_batch.store import OutputStore
@@ -68,11 +69,12 @@ def publish(
         statistics=read_statistics(job),
         warnings=(*job.plan.warnings, *warnings, *told),
     )
+    report = render(model, history, evaluation)
     payloads = {
         ARRAYS: save(last.arrays),
         METRICS[0]: to_jsonl(history),
         METRICS[1]: to_parquet(history),
-        REPORT: render(model, history, evaluation).encode(),
+        REPORT: report.encode(),
     }
     for name, payload in payloads.items():
         store.put_object(name, payload)
@@ -93,6 +95,9 @@ def publish(
         "versions": model["versions"],
         "files": [file_entry(name, payload) for name, payload in sorted(payloads.items())],
     }
+    if job.spec.mlflow is not None:
+        # Before the manifest: a complete output is one that was logged.
+        manifest["mlflow_run_id"] = log_model(job, model, history, report)
     store.write_manifest(manifest)
     return manifest
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -35,7 +36,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from signal_batch.batches import Array
-from signal_batch.errors import SpecError
+from signal_batch.errors import SpecError, WorkerDiedError
 from signal_batch.training import BatchSpec, Classifier, Metrics, ModelBatch, State
 
 Tree: TypeAlias = Any  # nested dicts and tuples of arrays, as JAX passes them around
@@ -111,23 +112,23 @@ class JaxTrainer(Classifier):
         _join(batch_spec)
         with _one_thread():
             mesh = _mesh()
-        self._everywhere = NamedSharding(mesh, PartitionSpec())
-        self._by_record = NamedSharding(mesh, PartitionSpec("data"))
+        self._everywhere, self._by_record = _shardings(mesh)
+        if batch_spec.world > 1:
+            with _silent():
+                self._meet()
         network = Network(
             np.random.default_rng(batch_spec.seed), channels, len(batch_spec.classes), self.options
         )
         self._graph, state = nnx.split(network)
-        optimizer = _optimizer(self.options, batch_spec.total_steps)
+        schedule = self.options, batch_spec.total_steps
         params = jax.tree.map(np.asarray, nnx.to_pure_dict(state))
-        with jax.default_device(mesh.local_devices[0]):
-            moments = optimizer.init(params)
-        self._state = self._placed({"model": params, "optimizer": moments})
-        self._step = jax.jit(
-            partial(_step, self._graph, optimizer, self.options, batch_spec),
-            donate_argnums=0,
-            out_shardings=self._everywhere,
+        # Every array of it starts at zero.
+        moments = jax.tree.map(
+            lambda leaf: np.zeros(leaf.shape, leaf.dtype),
+            jax.eval_shape(_optimizer(*schedule).init, params),
         )
-        self._predict = jax.jit(partial(_predict, self._graph))
+        self._state = self._placed({"model": params, "optimizer": moments})
+        self._fixed = _Fixed(self._graph, *schedule, batch_spec.seed, self._everywhere)
 
     def step(self, batch: ModelBatch) -> Metrics:
         """`loss`, `accuracy` of the global batch before learning from it, and `learning_rate`."""
@@ -136,8 +137,16 @@ class JaxTrainer(Classifier):
         if self.options.dropout:
             arrays["position"] = batch["position"].astype(np.uint32)
         arrays = jax.tree.map(self._divided, arrays)
-        self._state, metrics = self._step(self._state, arrays)
-        return {name: float(value) for name, value in metrics.items()}
+        try:
+            self._state, metrics = _step(self._fixed, self._state, arrays)
+            return {name: float(value) for name, value in metrics.items()}
+        except jax.errors.JaxRuntimeError as exc:
+            if self.spec.world == 1:
+                raise
+            raise WorkerDiedError(
+                f"rank {self.spec.rank} of {self.spec.world} could not finish a step with the "
+                f"others: {str(exc).splitlines()[0]}"
+            ) from exc
 
     def predict(self, batch: ModelBatch) -> dict[str, Array]:
         """`probabilities`, float32 (records, classes); each rank for itself.
@@ -152,7 +161,7 @@ class JaxTrainer(Classifier):
             name: np.pad(value, [(0, missing)] + [(0, 0)] * (value.ndim - 1))
             for name, value in arrays.items()
         }
-        found = self._predict(jax.tree.map(_local, self._state["model"]), filled)
+        found = _predict(self._graph, jax.tree.map(_local, self._state["model"]), filled)
         return {"probabilities": np.array(found)[:records]}
 
     def state(self) -> State:
@@ -180,14 +189,19 @@ class JaxTrainer(Classifier):
             arrays["mask"] = mask
         return arrays
 
+    def _meet(self) -> None:
+        """Add up a one from every rank, so that ranks that cannot connect fail here."""
+        ones = self._divided(np.ones(1, np.float32))
+        total = jax.jit(jnp.sum, out_shardings=self._everywhere)(ones)
+        assert float(_local(total)) == self.spec.world
+
     def _placed(self, tree: Tree) -> Tree:
         """The same arrays in all ranks."""
-        place = partial(jax.make_array_from_process_local_data, self._everywhere)
-        return jax.tree.map(lambda leaf: place(np.asarray(leaf)), tree)
+        return jax.tree.map(lambda leaf: _shared(self._everywhere, np.asarray(leaf)), tree)
 
     def _divided(self, array: Array) -> jax.Array:
         """The global batch, of which every rank holds its own records."""
-        return jax.make_array_from_process_local_data(self._by_record, array)
+        return _shared(self._by_record, array)
 
 
 # --- the options and the batches ---------------------------------------------------------------
@@ -275,6 +289,20 @@ def _mesh() -> Mesh:
     return Mesh(np.array(chosen), ("data",))
 
 
+def _shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
+    """The same on every device, and divided along the record axis."""
+    specs = PartitionSpec(), PartitionSpec("data")  # type: ignore[no-untyped-call]
+    return NamedSharding(mesh, specs[0]), NamedSharding(mesh, specs[1])
+
+
+def _shared(sharding: NamedSharding, array: Array) -> jax.Array:
+    """A global array from what this rank holds of it."""
+    found: jax.Array = jax.make_array_from_process_local_data(  # type: ignore[no-untyped-call]
+        sharding, array
+    )
+    return found
+
+
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """While JAX's CPU client is made: give it one thread, unless a person has set a number.
@@ -291,6 +319,20 @@ def _one_thread() -> Iterator[None]:
     finally:
         for name in ours:
             del os.environ[name]
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """While ranks connect: Gloo writes a line about it to standard output, past Python."""
+    sys.stdout.flush()
+    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def _local(leaf: jax.Array) -> jax.Array:
@@ -336,7 +378,8 @@ class Norm(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         power = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        return x * jax.lax.rsqrt(power + NORM_EPSILON) * self.scale[...]
+        scaled: jax.Array = x * jax.lax.rsqrt(power + NORM_EPSILON) * self.scale[...]
+        return scaled
 
 
 class Block(nnx.Module):
@@ -378,8 +421,9 @@ class Network(nnx.Module):
         x = self.stem(x, mask)
         for block in self.blocks:
             x = block(x, mask)
-        pooled = _mean(jax.nn.relu(self.norm(x)), mask)
-        return drop(pooled) @ self.head[...] + self.bias[...]
+        pooled = drop(_mean(jax.nn.relu(self.norm(x)), mask))
+        logits: jax.Array = pooled @ self.head[...] + self.bias[...]
+        return logits
 
 
 def _features(x: jax.Array) -> jax.Array:
@@ -409,19 +453,25 @@ def _mean(x: jax.Array, mask: jax.Array | None) -> jax.Array:
 # --- a step ------------------------------------------------------------------------------------
 
 
-def _step(
-    graph: Any,
-    optimizer: optax.GradientTransformation,
-    options: Options,
-    spec: BatchSpec,
-    state: Tree,
-    batch: Tree,
-) -> tuple[Tree, Tree]:
+@dataclass(frozen=True)
+class _Fixed:
+    """What a step does not learn; compiled code is kept for each."""
+
+    graph: nnx.GraphDef[Network]
+    options: Options
+    total_steps: int
+    seed: int
+    everywhere: NamedSharding
+
+
+@partial(jax.jit, static_argnums=0, donate_argnums=1)
+def _step(fixed: _Fixed, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """The next state, and `loss`, `accuracy` and `learning_rate` of this step."""
+    options = fixed.options
 
     def loss_of(params: Tree) -> tuple[jax.Array, jax.Array]:
-        network = nnx.merge(graph, params)
-        drop = partial(_dropped, options.dropout, spec.seed, batch.get("position"))
+        network = nnx.merge(fixed.graph, params)
+        drop = partial(_dropped, options.dropout, fixed.seed, batch.get("position"))
         logits = network(batch["input"], batch.get("mask"), drop)
         wanted = jax.nn.one_hot(batch["truth"], logits.shape[1])
         wanted = optax.smooth_labels(wanted, options.label_smoothing)
@@ -430,10 +480,16 @@ def _step(
 
     params, before = state["model"], state["optimizer"]
     (loss, accuracy), gradients = jax.value_and_grad(loss_of, has_aux=True)(params)
-    updates, after = optimizer.update(gradients, before, params)
-    rate = _learning_rate(options, spec.total_steps, before[-1].count)
-    metrics = {"loss": loss, "accuracy": accuracy, "learning_rate": rate}
-    return {"model": optax.apply_updates(params, updates), "optimizer": after}, metrics
+    updates, after = _optimizer(options, fixed.total_steps).update(gradients, before, params)
+    rate = _learning_rate(options, fixed.total_steps, before[-1].count)
+    found = (
+        {"model": optax.apply_updates(params, updates), "optimizer": after},
+        {"loss": loss, "accuracy": accuracy, "learning_rate": rate},
+    )
+    placed: tuple[Tree, Tree] = jax.lax.with_sharding_constraint(  # type: ignore[no-untyped-call]
+        found, fixed.everywhere
+    )
+    return placed
 
 
 def _dropped(rate: float, seed: int, positions: jax.Array | None, x: jax.Array) -> jax.Array:
@@ -449,7 +505,8 @@ def _dropped(rate: float, seed: int, positions: jax.Array | None, x: jax.Array) 
     return jnp.where(kept, x / (1 - rate), 0)
 
 
-def _predict(graph: Any, params: Tree, batch: Tree) -> jax.Array:
+@partial(jax.jit, static_argnums=0)
+def _predict(graph: nnx.GraphDef[Network], params: Tree, batch: Tree) -> jax.Array:
     """Probabilities (records, classes)."""
     network = nnx.merge(graph, params)
     return jax.nn.softmax(network(batch["input"], batch.get("mask"), lambda pooled: pooled))

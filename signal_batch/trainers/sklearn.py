@@ -356,8 +356,9 @@ def _quietly(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
 
 
 def _said(exc: Exception) -> str:
-    """What scikit-learn has to say, without the advice that follows."""
-    lines = str(exc.__cause__ or exc).strip().splitlines()
+    """What scikit-learn has to say: the reason why a method is not there, or the first line."""
+    reason = exc.__cause__ if isinstance(exc, AttributeError) else None
+    lines = str(reason or exc).strip().splitlines()
     return lines[0] if lines else type(exc).__name__
 
 

