@@ -31,7 +31,7 @@ _DEFAULTS = {
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    sys.exit(cli.main(runners=Runners(export=run_export, train=run_training)))
+    sys.exit(cli.main(runners=Runners(export=run_export, train=run_training, session=session)))
 
 
 def run_export(spec: ExportSpec, *, on_progress: Any) -> Outcome:
@@ -53,27 +53,37 @@ def run_training(spec: TrainSpec, *, on_progress: Any) -> TrainOutcome:
 
 
 @contextmanager
-def _prefect(on_progress: Any) -> Iterator[None]:
+def session() -> Iterator[None]:
     """Prefect with a server: the one that is configured, or one for the time of the block."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     # Prefect takes its settings from the environment when it is first imported.
     from flows import embedded
-    from tasks.tracking import listening
 
-    if not embedded.configured():
+    if not embedded.available():
         note("starting Prefect's embedded server (`python -m signal_batch` does without) ...")
-    with embedded.server(), listening(on_progress):
+    with embedded.server():
         yield
+
+
+@contextmanager
+def _prefect(on_progress: Any) -> Iterator[None]:
+    with session():
+        from tasks.tracking import listening
+
+        with listening(on_progress):
+            yield
 
 
 def _page_of(manifest: dict[str, Any]) -> str:
     """The run's page, and how to get a server that shows it where none is running."""
     from prefect.settings import get_current_settings
 
+    from flows import embedded
+
     run_id = manifest["run"].get("flow_run_id", "")
     settings = get_current_settings()
-    if settings.api.url:
+    if embedded.configured() and settings.api.url:
         return f"{settings.ui_url or settings.api.url.removesuffix('/api')}/runs/flow-run/{run_id}"
     prefect = Path(sys.executable).with_name("prefect")
     quiet = "DO_NOT_TRACK=1 PREFECT_SERVER_ANALYTICS_ENABLED=false"

@@ -32,15 +32,25 @@ _ENVIRONMENT = {
 _STOP_S = 5.0
 
 
+#: Where the server of this process answers, while it runs.
+_own_url: str | None = None
+
+
 def configured() -> bool:
     """Whether a server is named in the environment or in Prefect's profile."""
+    return get_current_settings().api.url not in (None, _own_url)
+
+
+def available() -> bool:
+    """Whether there is a server, configured or started by this process."""
     return get_current_settings().api.url is not None
 
 
 @contextmanager
 def server() -> Iterator[None]:
-    """Run the server while the block runs; nothing to do where one is configured."""
-    if configured():
+    """Run the server while the block runs; nothing to do where there is one."""
+    global _own_url
+    if available():
         yield
         return
     with socket.socket() as probe:
@@ -68,11 +78,13 @@ def server() -> Iterator[None]:
                     "Prefect's embedded server did not start; name one with PREFECT_API_URL, or "
                     f"run `python -m signal_batch`, which needs none. It last said: {said}"
                 )
-            with temporary_settings({PREFECT_API_URL: f"http://127.0.0.1:{port}/api"}):
+            _own_url = f"http://127.0.0.1:{port}/api"
+            with temporary_settings({PREFECT_API_URL: _own_url}):
                 try:
                     yield
                 finally:
                     _send_what_waits()
+                    _own_url = None
         finally:
             _stop(process)
 

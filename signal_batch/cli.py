@@ -14,12 +14,13 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from signal_batch import job, planning, report, training_cli
 from signal_batch.cli_options import Runners, command, fields_from
-from signal_batch.demo import demo_spec
+from signal_batch.demo import demo_spec, demo_training
 from signal_batch.errors import InputError, SignalBatchError
 from signal_batch.features import resolve_feature
 from signal_batch.pins import Pin, write_pin
@@ -190,8 +191,15 @@ def _demo(arguments: argparse.Namespace, runners: Runners) -> int:
     write_japanese_vowels(str(dataset))
     print(f"1. 640 recorded utterances of 9 speakers: {dataset}")
     print("2. exporting their features in two workers ...", flush=True)
-    spec = demo_spec(str(dataset), str(output))
-    _run(spec, planning.pin_inputs(spec), runners)
+    with runners.session():
+        spec = demo_spec(str(dataset), str(output))
+        _run(spec, planning.pin_inputs(spec), runners)
+        if find_spec("sklearn") is None:
+            print("3. no model is trained: that needs pip install 'signal-batch[sklearn]'")
+        else:
+            print("3. training a model that tells the speakers apart ...", flush=True)
+            model = demo_training(str(dataset), str(folder / "model"))
+            training_cli.run_training(model, runners)
     print(report.reading_hint(output))
     return 0
 
@@ -219,7 +227,9 @@ def _parser() -> argparse.ArgumentParser:
     inspecting.add_argument("path", metavar="DATASET|OUT")
     _add_annotations(inspecting)
     _add_synth(commands)
-    demo = command(commands, "demo", _demo, "export features of real recordings into DIR")
+    demo = command(
+        commands, "demo", _demo, "export and train on real recordings in DIR"
+    )
     demo.add_argument("folder", metavar="DIR")
     return parser
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ from signal_batch.publishing import TrainOutcome
 
 @dataclass(frozen=True, slots=True)
 class Runners:
-    """What runs a job: this program's own worker processes, or a Prefect flow around them."""
+    """What runs a job: this program's own worker processes, or a Prefect flow around them.
+
+    Jobs that run within one `session` share what it takes long to start.
+    """
 
     export: Callable[..., Outcome]
     train: Callable[..., TrainOutcome]
+    session: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 Run = Callable[[argparse.Namespace, Runners], int]

@@ -272,12 +272,12 @@ def _show_training(
 
 
 def reading_hint(output: Path) -> str:
-    """Lines that read an output when pasted into a shell."""
+    """Lines that read an export when pasted into a shell."""
     data = output.absolute() / "data"
     python = shlex.quote(sys.executable)
     return "\n".join(
         [
-            "3. read it with pyarrow, DuckDB, pandas or Polars, for example:",
+            "4. read it with pyarrow, DuckDB, pandas or Polars, for example:",
             f'  {python} -c "import pyarrow.dataset as d; '
             f"print(d.dataset('{data}').head(3).to_pylist())\"",
             f"  in DuckDB: SELECT label, count(*) FROM '{data}/*.parquet' GROUP BY ALL",

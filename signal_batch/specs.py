@@ -299,6 +299,8 @@ def check_json(name: str, value: Any) -> None:
         canonical_json(value)
     except ValueError as exc:
         raise SpecError(f"{name} holds NaN or an infinity, which JSON has not") from exc
+    except TypeError as exc:  # a date, as YAML reads them, deep inside
+        raise SpecError(f"{name} holds what has no JSON: {exc}") from exc
 
 
 class ExportSpec(JobSpec):

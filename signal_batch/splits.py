@@ -118,13 +118,14 @@ def survey(
     codes = np.empty(len(selection), np.int8)
     counts: list[Counter[Label]] = [Counter() for _ in range(_UNUSED + 1)]
     scenes: list[set[str]] = [set() for _ in range(_UNUSED + 1)]
-    known: dict[Any, int] = {}
+    known: dict[tuple[type, Any], int] = {}
     for first in range(0, len(selection), _BLOCK):
         part = selection.slice(first, _BLOCK).ordinals()
         for place, (key, scene, value) in enumerate(looked_up.block(first, part)):
-            code = known.get(key)
+            kind = type(key)  # True and 1 are two keys
+            code = known.get((kind, key))
             if code is None:
-                code = known[key] = _code(side_of(split, key))
+                code = known[kind, key] = _code(side_of(split, key))
             codes[first + place] = code
             if value is not None:
                 counts[code][value] += 1

@@ -19,7 +19,14 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, WithJsonSchema, field_validator, model_serializer, model_validator
+from pydantic import (
+    Field,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from signal_batch.errors import SpecError
 from signal_batch.specs import (
@@ -66,8 +73,16 @@ class Split(Frozen):
 
     @field_validator("test", "validation", "train", mode="before")
     @classmethod
-    def _one_value(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
+    def _one_value(cls, value: Any, info: ValidationInfo) -> Any:
+        if isinstance(value, str):
+            return [value]
+        is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
+        if isinstance(value, list | tuple) or (is_share if info.field_name != "train" else not value):
+            return value
+        takes = "the values of the key that are for training"
+        if info.field_name != "train":
+            takes = "a share from 0 to below 1, or the values of the key that belong there"
+        raise SpecError(f"{info.field_name} is {value}; it takes {takes}, as in [3]")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -77,7 +92,8 @@ class Split(Frozen):
         values = [
             item for side in (*sides, self.train or ()) if isinstance(side, tuple) for item in side
         ]
-        if len(set(map(repr, values))) < len(values):
+        # 3 and 3.0 are one value, 1 and true are two.
+        if len({(isinstance(item, bool), item) for item in values}) < len(values):
             raise SpecError("a split must not name the same value for two sides")
         by_value = any(isinstance(side, tuple) for side in (*sides, self.train))
         shares = [side for side in sides if isinstance(side, float) and side]
@@ -182,7 +198,7 @@ class TrainSpec(JobSpec):
     target: str | None = Field(
         default=None, description="column to learn: whole numbers, text or booleans are classes"
     )
-    split: Annotated[Split, WithJsonSchema({"type": "string"})] = Field(
+    split: Annotated[Split, WithJsonSchema({"type": "string", "title": "Split"})] = Field(
         default=Split(),
         description="sides of records, e.g. 'scene test=0.2' or 'metadata:split test=test'",
     )
@@ -241,11 +257,12 @@ class TrainSpec(JobSpec):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        names = [column.name for column in self.columns]
-        for role in ("target", *(self.by or ())):
-            name = self.target if role == "target" else role
-            if name is not None and name not in names:
-                raise SpecError(f"{role} {name!r} is no column; there are {', '.join(names)}")
+        known = {column.name: column for column in self.columns}
+        for role, name in (("target", self.target), *(("by", name) for name in self.by or ())):
+            if name is not None and name not in known:
+                raise SpecError(f"{role} {name!r} is no column; there are {', '.join(known)}")
+            if role == "by" and known[str(name)].selector.is_array:
+                raise SpecError(f"by {name!r} is a tensor; accuracy is told apart by single values")
         if self.epochs is not None and self.steps is not None:
             raise SpecError("give epochs or steps, not both")
         if self.batch_size % self.execution.ranks:
@@ -301,7 +318,8 @@ def _named(subject: str, text: str) -> tuple[str, dict[str, Any]]:
     while rest := rest.lstrip():
         key, equals, rest = rest.partition("=")
         if not equals or not key or any(map(str.isspace, key)):
-            raise SpecError(f"{subject}: {key.split()[0]!r} must read KEY=VALUE")
+            wrong = (key or f"={rest}").split()[0]
+            raise SpecError(f"{subject}: {wrong!r} must read KEY=VALUE")
         if key in options:
             raise SpecError(f"{subject} gives {key} twice")
         options[key], rest = _value(rest)

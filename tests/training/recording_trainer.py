@@ -1,0 +1,303 @@
+"""A trainer that says what it is given, and fails when and how a test asks for it.
+
+It is imported by worker processes, so what a test asks for comes through a folder, which
+`TEST_TRAINING` names, and not through options: a disturbed run must have the run key of one that
+was left alone. In that folder:
+
+- `log`: a line of JSON for every step, and for every record that `noted` saw;
+- `actions.json`: a list of what is to go wrong; each item happens once, unless it says `always`;
+- `step_s`: seconds to sleep in every step.
+
+The model is softmax regression with momentum. Every sum in it adds one record or feature after
+the other, along an axis that is not the last one, so a plain loop elsewhere gets the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from signal_batch import store
+from signal_batch.augmentations import transform
+from signal_batch.iteration import rng_at
+from signal_batch.training import BatchSpec, Classifier, ModelBatch
+
+IN_WORKER = Path(sys.argv[0]).name == "training_worker.py"  # and not in the planning
+MOMENTUM = 0.9
+RATE = 0.05
+TOO_MUCH = 1 << 50
+FOREVER_S = 600
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    powers = np.exp(logits - logits.max(axis=1, keepdims=True))
+    return powers / powers.sum(axis=1, keepdims=True)
+
+
+def scores(x: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """(records, classes) from (records, features) and (features, classes)."""
+    return (x[:, :, None] * weights).sum(axis=1)
+
+
+def features(batch: Mapping[str, np.ndarray], inputs: tuple[str, ...]) -> np.ndarray:
+    """float64 (records, features): inputs flattened, or the mean over time where it is masked."""
+    parts = []
+    for name in inputs:
+        x = batch[name]
+        if x.dtype.kind == "c":
+            x = np.concatenate([x.real, x.imag], axis=1)
+        if (mask := batch.get(f"{name}_mask")) is not None:
+            real = mask[:, None, :]
+            x = np.where(real, x, 0).astype(np.float64).sum(axis=-1) / real.sum(axis=-1)
+        parts.append(x.reshape(len(x), -1).astype(np.float64))
+    return np.concatenate(parts, axis=1)
+
+
+class RecordingTrainer(Classifier):
+    """Options: `ballast`, numbers that make a state large; `jitter` of the gradient; `nan_at`."""
+
+    def init(self, batch_spec: BatchSpec, options: Mapping[str, Any]) -> None:
+        self.spec, self.options = batch_spec, dict(options)
+        shapes = [batch_spec.arrays[name].shape for name in batch_spec.inputs]
+        masked = [f"{name}_mask" in batch_spec.arrays for name in batch_spec.inputs]
+        parts = [2 if "complex" in batch_spec.arrays[n].dtype else 1 for n in batch_spec.inputs]
+        width = sum(
+            part * math.prod(shape[:-1] if mean else shape)  # type: ignore[arg-type]
+            for part, shape, mean in zip(parts, shapes, masked, strict=True)
+        )
+        self.weights = np.zeros((width, len(batch_spec.classes)))
+        self.velocity = np.zeros_like(self.weights)
+        self.ballast = np.arange(float(self.options.get("ballast", 0)))
+        self.steps, self.seen = np.zeros(1, np.int64), np.zeros(1, np.uint32)
+        if IN_WORKER:
+            step_s = _folder() / "step_s"
+            self._step_s = float(step_s.read_text()) if step_s.exists() else 0.0
+            _record({"event": "init", "rank": batch_spec.rank})
+            _disturb_saving()
+
+    def step(self, batch: ModelBatch) -> dict[str, Any]:
+        number = int(self.steps[0]) + 1
+        x, truth = features(batch, self.spec.inputs), batch[str(self.spec.target)]
+        self._note(number, batch, x)
+        if strange := self._disturb(number):
+            return strange
+        probabilities = softmax(scores(x, self.weights))
+        wrong = probabilities - np.eye(len(self.spec.classes))[truth]
+        gradient = (x[:, :, None] * wrong[:, None, :]).sum(axis=0) / len(x)
+        if jitter := self.options.get("jitter"):
+            rng = rng_at(self.spec.seed, int(batch["position"][0]))
+            gradient += jitter * rng.standard_normal(gradient.shape)
+        self.velocity = MOMENTUM * self.velocity - RATE * gradient
+        self.weights = self.weights + self.velocity
+        self.ballast = self.ballast * 0.999 + number
+        self.steps += 1
+        loss = float(-np.log(probabilities[np.arange(len(truth)), truth]).mean())
+        right = float((probabilities.argmax(axis=1) == truth).mean())
+        blown = number == self.options.get("nan_at")
+        return {"loss": math.nan if blown else loss, "accuracy": right}
+
+    def predict(self, batch: ModelBatch) -> dict[str, np.ndarray]:
+        found = softmax(scores(features(batch, self.spec.inputs), self.weights))
+        return {"probabilities": found.astype(np.float32)}
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {
+            "weights": self.weights,
+            "velocity": self.velocity,
+            "ballast": self.ballast,
+            "steps": self.steps,
+            "seen": self.seen,
+        }
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        for name in self.state():
+            setattr(self, name, state[name].copy())
+
+    def _note(self, number: int, batch: ModelBatch, x: np.ndarray) -> None:
+        """One line a step; its checksum goes over all values that were seen up to here."""
+        seen = int(self.seen[0])
+        for value in (batch["ordinal"], batch["position"], x, batch[str(self.spec.target)]):
+            seen = zlib.crc32(np.ascontiguousarray(value).tobytes(), seen)
+        self.seen = np.array([seen], np.uint32)
+        _record(
+            {
+                "event": "step",
+                "step": number,
+                "rank": self.spec.rank,
+                "positions": batch["position"].tolist(),
+                "ordinals": batch["ordinal"].tolist(),
+                "shapes": [list(batch[name].shape[1:]) for name in self.spec.inputs],
+                "seen": seen,
+            }
+        )
+
+    def _disturb(self, number: int) -> dict[str, Any] | None:
+        time.sleep(self._step_s)
+        for action in _due(step=number, rank=self.spec.rank):
+            if action["do"] == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            elif action["do"] == "exit":
+                os._exit(action["code"])
+            elif action["do"] == "hang":
+                time.sleep(FOREVER_S)
+            elif action["do"] == "raise":
+                raise ZeroDivisionError("no such luck")
+            elif action["do"] == "allocate":
+                np.zeros(TOO_MUCH, np.uint8)
+            elif action["do"] == "metrics":
+                return dict(action["metrics"])
+        return None
+
+
+class RankedTrainer(RecordingTrainer):
+    """Its ranks know nothing of each other: each learns from its own share."""
+
+    distributed = True
+
+
+class Measuring:
+    """A trainer without classes and without `predict`: the mean of all that it saw."""
+
+    def init(self, batch_spec: BatchSpec, options: Mapping[str, Any]) -> None:
+        (self._name,) = batch_spec.inputs
+        self._sum, self._count = np.zeros(1), np.zeros(1, np.int64)
+
+    def step(self, batch: ModelBatch) -> dict[str, Any]:
+        self._sum += batch[self._name].astype(np.float64).sum()
+        self._count += batch[self._name].size
+        return {"mean": float(self._sum[0] / self._count[0])}
+
+    def evaluate(self, batches: Iterator[ModelBatch]) -> dict[str, Any]:
+        values = np.concatenate([batch[self._name].ravel() for batch in batches])
+        error = values.astype(np.float64) - self._sum[0] / self._count[0]
+        return {"squared_error": float((error**2).mean())}
+
+    def state(self) -> dict[str, np.ndarray]:
+        return {"sum": self._sum, "count": self._count}
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        self._sum, self._count = state["sum"].copy(), state["count"].copy()
+
+
+def noted(record: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """A transform that changes nothing, and says which record passed through it."""
+    if IN_WORKER:
+        _record({"event": "noted", "ordinal": int(record["ordinal"])})
+        for action in _due(noted=int(record["ordinal"])):
+            assert action["do"] == "kill"
+            os.kill(os.getpid(), signal.SIGKILL)
+    return record
+
+
+@transform(training_only=True)
+def shake(record: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    """Random, in training only: adds one normal number to all samples of the record."""
+    return {**record, "samples": record["samples"] + np.float32(rng.standard_normal())}
+
+
+# --- the folder --------------------------------------------------------------------------------
+
+
+def _folder() -> Path:
+    return Path(os.environ["TEST_TRAINING"])
+
+
+def _record(event: Mapping[str, Any]) -> None:
+    """Append a line in one write, so that lines of several processes do not mix."""
+    line = json.dumps({"pid": os.getpid(), **event}) + "\n"
+    descriptor = os.open(_folder() / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        os.write(descriptor, line.encode())
+    finally:
+        os.close(descriptor)
+
+
+def _actions() -> list[dict[str, Any]]:
+    path = _folder() / "actions.json"
+    return json.loads(path.read_text()) if path.exists() else []  # type: ignore[no-any-return]
+
+
+def _due(**when: int | str) -> Iterator[dict[str, Any]]:
+    """What is to happen now; an item that does not name its rank is for the first."""
+    for number, action in enumerate(_actions()):
+        if any(action.get(key, 0 if key == "rank" else None) != at for key, at in when.items()):
+            continue
+        used = _folder() / f"used-{number}"
+        if action.get("always") or not used.exists():
+            used.touch()
+            yield action
+
+
+def _disturb_saving() -> None:
+    """Be killed inside the save of a checkpoint, at the place that an action names.
+
+    `half` of the arrays is written, all of them `between` them and the document, or both `before`
+    old checkpoints are removed.
+    """
+    if not any("save" in action for action in _actions()):
+        return
+    write, put_document, remove = (
+        store._write_durably,
+        store.OutputStore.put_document,
+        store.OutputStore.remove,
+    )
+    saved = 0
+
+    def killed(place: str) -> bool:
+        return any(True for _ in _due(save=saved, place=place))
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def write_durably(path: Path, payload: bytes) -> None:
+        nonlocal saved
+        if path.name.startswith("step-") and ".safetensors." in path.name:
+            saved = int(path.name[5:14])
+            if killed("half"):
+                path.write_bytes(payload[: len(payload) // 2])
+                kill()
+        write(path, payload)
+
+    def put(self: store.OutputStore, path: str, document: Mapping[str, Any]) -> None:
+        if killed("between"):
+            kill()
+        put_document(self, path, document)
+
+    def removing(self: store.OutputStore, paths: Any) -> None:
+        if killed("before"):
+            kill()
+        remove(self, paths)
+
+    store._write_durably = write_durably
+    store.OutputStore.put_document = put  # type: ignore[method-assign]
+    store.OutputStore.remove = removing  # type: ignore[method-assign]
+
+
+# --- the other end of it -----------------------------------------------------------------------
+
+
+def read_log(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines of the log."""
+    path = folder / "log"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def steps_seen(log: list[dict[str, Any]]) -> dict[int, list[tuple[Any, ...]]]:
+    """For each step what each taking of it saw, however often it was taken, ranks aside."""
+    found: dict[int, list[tuple[Any, ...]]] = {}
+    for line in log:
+        if line["event"] == "step":
+            seen = (line["positions"], line["ordinals"], line["shapes"], line["seen"])
+            found.setdefault(line["step"], []).append(seen)
+    return found
