@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import checks, contest, data, growth, planning, shuffles, targets
+from benchmarks import checks, contest, data, growth, planning, shuffles, targets, training
 from benchmarks.report import Report
 from benchmarks.settings import BATCH, MODES, Mode, Size
 
@@ -39,6 +39,9 @@ def main() -> int:
         steps.append(partial(_plan, report, folder, mode, min(3, rounds)))
     if arguments.only in (None, "shuffle") and mode.shuffle:
         steps.append(partial(_shuffle, report, folder, mode))
+    if arguments.only in (None, "train") and mode.training:
+        data.datasets(folder, [data.of_size(mode.sizes[0])])
+        steps.append(partial(_train, report, folder, scratch, mode))
     for step in steps:
         step()
         report.write(path)  # a run that is stopped has what it measured so far
@@ -86,6 +89,12 @@ def _shuffle(report: Report, folder: Path, mode: Mode) -> None:
     report.add_shuffles(shuffles.measured(folder, *mode.shuffle))
 
 
+def _train(report: Report, folder: Path, scratch: Path, mode: Mode) -> None:
+    results = training.measured(folder, scratch, mode.sizes[0], mode.steps, mode.training)
+    report.add_training(results)
+    report.targets += targets.of_training(results)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Speed and memory, side by side in one run."
@@ -115,7 +124,8 @@ def _parser() -> argparse.ArgumentParser:
         help="where the datasets are kept (default benchmarks/results/data)",
     )
     add("--json", type=Path, metavar="FILE", help="default benchmarks/results/MODE.json")
-    add("--only", choices=("load", "export", "growth", "plan", "shuffle"), help="one part alone")
+    parts = ("load", "export", "growth", "plan", "shuffle", "train")
+    add("--only", choices=parts, help="one part alone")
     add("--size", action="append", metavar="LABEL", help="a record size alone, e.g. '64 KB'")
     return parser
 

@@ -34,6 +34,7 @@ class Report:
         self._groups: list[tuple[str, Samples, float | None, str | None]] = []
         self._planning: list[dict[str, Any]] = []
         self._shuffles: list[dict[str, Any]] = []
+        self._training: list[dict[str, Any]] = []
         self._load_before = os.getloadavg()
         self._document: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -55,6 +56,9 @@ class Report:
 
     def add_shuffles(self, results: list[dict[str, Any]]) -> None:
         self._shuffles = results
+
+    def add_training(self, results: list[dict[str, Any]]) -> None:
+        self._training = results
 
     def show(self) -> None:
         console = Console(width=None if Console().is_terminal else 150)
@@ -80,6 +84,8 @@ class Report:
             console.print(_planning_table(self._planning))
         if self._shuffles:
             console.print(_shuffle_table(self._shuffles))
+        if self._training:
+            console.print(_training_table(self._training))
         targets = _table("target", "found", "by CPU", "wanted", "")
         for target in self.targets:
             targets.add_row(*_target_row(target))
@@ -102,6 +108,7 @@ class Report:
             "groups": groups,
             "planning": self._planning,
             "shuffles": self._shuffles,
+            "training": self._training,
             "targets": [target.to_dict() for target in self.targets],
         }
 
@@ -186,6 +193,27 @@ def _shuffle_table(results: Sequence[dict[str, Any]]) -> Table:
     for result in results:
         pace = f"{result['records_per_s']:,.0f}"
         table.add_row(result["order"], str(result["kept"]), f"{result['fetched']:.1f}", pace)
+    return table
+
+
+def _training_table(results: Sequence[dict[str, Any]]) -> Table:
+    table = _table(
+        "trainer, 8 KB records",
+        "ms a step",
+        "records/s",
+        "waiting for input",
+        "first step s",
+        "again s",
+    )
+    for result in results:
+        table.add_row(
+            result["trainer"],
+            f"{result['step_ms']:.1f}",
+            f"{result['records_per_s']:,.0f}",
+            f"{result['waiting']:.1%}",
+            f"{result['first_step_s']:.1f}",
+            f"{result['first_step_again_s']:.1f}",
+        )
     return table
 
 

@@ -47,6 +47,8 @@ class Mode:
     growth: tuple[int, ...]
     planning: tuple[int, int]
     shuffle: tuple[int, ...] = ()
+    training: tuple[str, ...] = ()
+    steps: int = 200
 
 
 # Datasets of 128 MiB or more, in eight parts of full batches, so that two workers have the same
@@ -96,6 +98,7 @@ MODES = {
             exports={"power_spectrum": _MAIN_EXPORTS},
             growth=(),
             planning=(100_000_000, 10_000),
+            training=("jax", "sklearn"),
         ),
         Mode(
             "full",
@@ -106,6 +109,7 @@ MODES = {
             growth=(400, 4_000, 40_000),
             planning=(100_000_000, 10_000),
             shuffle=(16_384, 128),
+            training=("jax", "sklearn"),
         ),
         Mode(
             "smoke",
@@ -115,6 +119,8 @@ MODES = {
             exports={"power_spectrum": ("limit loop x1", "signal_batch x1")},
             growth=(),
             planning=(1_000_000, 100),
+            training=("sklearn",),
+            steps=6,
         ),
     )
 }

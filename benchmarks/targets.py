@@ -115,3 +115,22 @@ def of_growth(samples: Samples, records: Sequence[int]) -> list[Target]:
 def of_planning(rounds: Sequence[dict[str, Any]]) -> list[Target]:
     seconds = statistics.median(sum(result["steps"].values()) for result in rounds)
     return [Target("planning", seconds, _PLANNING_S, "s", at_least=False)]
+
+
+def of_training(results: Sequence[dict[str, Any]]) -> list[Target]:
+    """What the network trainer must hold to; scikit-learn's steps are too short to be compared."""
+    return [
+        target
+        for result in results
+        if result["trainer"] == "jax"
+        for target in (
+            Target("training: waiting for input", 100 * result["waiting"], 5, "%", at_least=False),
+            Target(
+                "training: restart to first step",
+                result["first_step_again_s"],
+                10,
+                "s",
+                at_least=False,
+            ),
+        )
+    ]

@@ -57,10 +57,14 @@ def run_ranks(job: TrainJob, on_event: OnEvent, *, run_id: str) -> None:
             pool.submit(run_program, program, on_event, run_id=run_id, abort=abort)
             for program in programs
         ]
-        for future in as_completed(futures):
-            if (failure := future.exception()) is not None:
-                failures.append(failure)
-                abort.set()
+        try:
+            for future in as_completed(futures):
+                if (failure := future.exception()) is not None:
+                    failures.append(failure)
+                    abort.set()
+        except BaseException:
+            abort.set()  # before the pool waits for its threads
+            raise
     if failures:
         # The others were stopped, or lost their connection to the one that failed.
         raise min(failures, key=_rank_of_cause)

@@ -113,7 +113,7 @@ def survey(
     Raises `SpecError` where a side would be empty or a record has no key, `MissingValueError`
     where a record lacks a value.
     """
-    label = next((column for column in columns if column.name == target), None)
+    label = next((c for c in columns if c.name == target and not c.selector.is_array), None)
     looked_up = _LookedUp(dataset, selection, split, columns, label)
     codes = np.empty(len(selection), np.int8)
     counts: list[Counter[Label]] = [Counter() for _ in range(_UNUSED + 1)]

@@ -51,9 +51,15 @@ def train(spec: TrainSpec, *, on_progress: OnProgress | None = None) -> TrainOut
 class RunListener:
     """Follows the events of a run: counts records, and keeps what the report should say."""
 
-    def __init__(self, job: TrainJob, on_progress: OnProgress | None) -> None:
+    def __init__(
+        self,
+        job: TrainJob,
+        on_progress: OnProgress | None,
+        log: logging.Logger | logging.LoggerAdapter[Any] = logger,
+    ) -> None:
         self.warnings: list[str] = []
         self.metrics: list[dict[str, Any]] = []
+        self._log = log
         self._batch = job.spec.batch_size
         self._total = job.plan.total_steps * self._batch
         self._on_progress = on_progress or (lambda rows, total=None: None)
@@ -62,14 +68,18 @@ class RunListener:
         kind = event["event"]
         if kind == "started":
             self._on_progress(event["step"] * self._batch, total=self._total)
+            if event["step"]:
+                self._log.info("going on from the checkpoint of step %d", event["step"])
         elif kind == "progress":
             self._on_progress(event["rows"])
         elif kind == "metrics":
             row = {"step": event["step"], "side": event["side"], **event["metrics"]}
             self.metrics.append(row)
+            shown = ", ".join(f"{name} {value:.4g}" for name, value in event["metrics"].items())
+            self._log.info("step %d, %s: %s", event["step"], event["side"], shown)
         elif kind == "warning":
             self.warnings.append(event["message"])
-            logger.warning("%s", event["message"])
+            self._log.warning("%s", event["message"])
 
 
 def _with_retries(run: Callable[..., None], job: TrainJob, on_event: OnEvent, run_id: str) -> None:

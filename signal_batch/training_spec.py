@@ -76,12 +76,16 @@ class Split(Frozen):
     def _one_value(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, str):
             return [value]
-        is_share = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
-        if isinstance(value, list | tuple) or (is_share if info.field_name != "train" else not value):
+        if isinstance(value, list | tuple):
             return value
-        takes = "the values of the key that are for training"
-        if info.field_name != "train":
+        if info.field_name == "train":
+            takes, plain = "the values of the key that are for training", value is None
+        else:
             takes = "a share from 0 to below 1, or the values of the key that belong there"
+            plain = isinstance(value, int | float) and not isinstance(value, bool)
+            plain = plain and 0 <= value < 1
+        if plain:
+            return value
         raise SpecError(f"{info.field_name} is {value}; it takes {takes}, as in [3]")
 
     @model_validator(mode="after")

@@ -34,7 +34,7 @@ from signal_batch.training import BatchSpec, Classifier, ModelBatch
 
 IN_WORKER = Path(sys.argv[0]).name == "training_worker.py"  # and not in the planning
 MOMENTUM = 0.9
-RATE = 0.05
+RATE = 1e-3
 TOO_MUCH = 1 << 50
 FOREVER_S = 600
 
@@ -64,7 +64,8 @@ def features(batch: Mapping[str, np.ndarray], inputs: tuple[str, ...]) -> np.nda
 
 
 class RecordingTrainer(Classifier):
-    """Options: `ballast`, numbers that make a state large; `jitter` of the gradient; `nan_at`."""
+    """Options: `rate` of learning, random `jitter` of the gradient, a loss that is `nan_at` a step,
+    and `ballast`, how many numbers there are only to make the state large."""
 
     def init(self, batch_spec: BatchSpec, options: Mapping[str, Any]) -> None:
         self.spec, self.options = batch_spec, dict(options)
@@ -97,7 +98,7 @@ class RecordingTrainer(Classifier):
         if jitter := self.options.get("jitter"):
             rng = rng_at(self.spec.seed, int(batch["position"][0]))
             gradient += jitter * rng.standard_normal(gradient.shape)
-        self.velocity = MOMENTUM * self.velocity - RATE * gradient
+        self.velocity = MOMENTUM * self.velocity - self.options.get("rate", RATE) * gradient
         self.weights = self.weights + self.velocity
         self.ballast = self.ballast * 0.999 + number
         self.steps += 1

@@ -353,11 +353,11 @@ STEPS_AND_DIGEST = """
 import hashlib, os, sys
 if sys.argv[1] == "one":
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-before = dict(os.environ)
 import numpy as np
 from signal_batch.trainers.jax import JaxTrainer
 from signal_batch.training import ArraySpec, BatchSpec
 
+before = dict(os.environ)
 arrays = {"x": ArraySpec((1, 512), "complex64"), "y": ArraySpec((), "int32")}
 trainer = JaxTrainer()
 trainer.init(BatchSpec(arrays, ("x",), "y", (0, 1, 2), 32, 3, 1), {"blocks": 1})
