@@ -23,13 +23,20 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from signal_batch.errors import DamagedOutputError, OutputConflictError, SignalBatchError
+from signal_batch.errors import (
+    DamagedOutputError,
+    OutputConflictError,
+    SignalBatchError,
+    SpecError,
+)
+from signal_batch.specs import FIELD_DTYPES
 from signal_batch.store import OutputStore, differences
 from signal_batch.training import State
 
 FOLDER = "_checkpoints"
 _DOCUMENT = re.compile(r"step-(\d{9})\.json")
-_ARRAYS = re.compile(r"step-(\d{9})-[0-9a-f]{12}\.safetensors")
+#: A document, arrays, or what a killed run left of either.
+_ANY = re.compile(r"step-(\d{9})[-.].+")
 
 Warn = Callable[[str], None]
 
@@ -59,8 +66,11 @@ class Checkpoints:
         self._keep = keep
 
     def save(self, checkpoint: Checkpoint, versions: Mapping[str, str]) -> None:
-        """Write a checkpoint, then remove all but the newest ones."""
-        payload = save(checkpoint.arrays)
+        """Write a checkpoint, then remove all but the newest ones.
+
+        Raises `SpecError` for a state with a dtype that safetensors has not, as complex128.
+        """
+        payload = _packed(checkpoint.arrays)
         digest = sha256(payload).hexdigest()
         name = f"step-{checkpoint.step:09d}"
         arrays = f"{name}-{digest[:12]}.safetensors"
@@ -74,7 +84,7 @@ class Checkpoints:
             "versions": versions,
         }
         self._store.put_document(f"{FOLDER}/{name}.json", document)
-        self._prune()
+        self._prune(checkpoint.step)
 
     def newest(self, warn: Warn) -> Checkpoint | None:
         """The newest checkpoint that is whole; `warn` is told of every one that is not.
@@ -128,21 +138,34 @@ class Checkpoints:
             f"{'; '.join(changes) or 'the run key alone'}. Choose another output folder"
         )
 
-    def _prune(self) -> None:
-        """Remove old checkpoints: documents first, so that none names arrays that are gone."""
+    def _prune(self, saved: int) -> None:
+        """Remove old checkpoints: documents first, so that none names arrays that are gone.
+
+        Those of later steps, from which nothing could go on, count for nothing: they are written
+        anew when their turn comes.
+        """
         names = self._store.listing(FOLDER)
         steps = sorted(int(match[1]) for name in names if (match := _DOCUMENT.fullmatch(name)))
-        oldest = steps[-self._keep :][0]
-        matches = [
-            match
-            for name in names
-            if (match := _DOCUMENT.fullmatch(name) or _ARRAYS.fullmatch(name))
-        ]
+        # None is left where another run of this job, further on, just removed them.
+        oldest = min([step for step in steps if step <= saved][-self._keep :], default=saved)
+        found = [(int(match[1]), name) for name in names if (match := _ANY.fullmatch(name))]
         old = sorted(
-            (match[0] for match in matches if int(match[1]) < oldest),
+            (
+                name
+                for step, name in found
+                if step < oldest or (step <= saved and name.endswith(".tmp"))
+            ),
             key=lambda name: not name.endswith(".json"),
         )
         self._store.remove(f"{FOLDER}/{name}" for name in old)
+
+
+def _packed(state: State) -> bytes:
+    try:
+        return save(state)
+    except SafetensorError as exc:
+        odd = (f"{k} is {v.dtype}" for k, v in state.items() if v.dtype.name not in FIELD_DTYPES)
+        raise SpecError(f"a trainer's state cannot be saved: {', '.join(odd)} ({exc})") from exc
 
 
 class BackgroundSaver:

@@ -309,12 +309,11 @@ class OutputStore:
             if not self._local:
                 self._fs.pipe_file(target, payload)
                 return
-            staged = Path(f"{target}.{uuid.uuid4().hex}.tmp")
             try:
-                _write_durably(staged, payload)
-                staged.replace(target)
-            finally:
-                staged.unlink(missing_ok=True)
+                _replace_whole(Path(target), payload)
+            except FileNotFoundError:
+                # Another attempt at this job took what is being written for what was left over.
+                _replace_whole(Path(target), payload)
 
     def _make_folder(self, folder: str) -> None:
         if self._local:
@@ -417,6 +416,15 @@ def _link_new(target: Path, payload: bytes) -> None:
                 raise
             # Some network mounts: create-only, if not atomic.
             _write_durably(target, payload)
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def _replace_whole(target: Path, payload: bytes) -> None:
+    staged = target.with_name(f"{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        _write_durably(staged, payload)
+        staged.replace(target)
     finally:
         staged.unlink(missing_ok=True)
 

@@ -165,7 +165,9 @@ def claim_training(job: TrainJob) -> TrainJob:
     store = OutputStore(job.spec.output)
     standing = store.claim(_claim_document(job))
     job = as_planned(job, standing)
-    store.put_object(RECORDS, save({side: job.sides[side].runs.copy() for side in SIDES}))
+    records = save({side: job.sides[side].runs.copy() for side in SIDES})
+    if store.read_object(RECORDS) != records:
+        store.put_object(RECORDS, records)
     return job
 
 

@@ -8,18 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 
-from signal_batch.batches import Batch, Values
+from signal_batch.batches import Batch, Ints, Values
 from signal_batch.bucketing import equal_limits
 from signal_batch.errors import SpecError
 from signal_batch.export import array_columns
 from signal_batch.iteration import global_order
-from signal_batch.lengths import CHOICES, Lengths
+from signal_batch.lengths import CHOICES, MASK, Lengths
 from signal_batch.pins import Pin, reopen
 from signal_batch.planning import pin_inputs, probe_ordinals, select, typed
 from signal_batch.preparation import Preparation
 from signal_batch.reading import RecordReader
 from signal_batch.selection import Selection
-from signal_batch.specs import SCHEMA_VERSION, digest
+from signal_batch.specs import SCHEMA_VERSION, Column, digest
 from signal_batch.splits import Survey, survey
 from signal_batch.store import OutputStore
 from signal_batch.trainers import resolve_trainer
@@ -55,7 +55,13 @@ def plan_training(spec: TrainSpec, pin: Pin, selection: Selection) -> TrainJob:
     chain.measured_columns(probe)
     tensors = chain.array_columns_after(probe)
     lengths = _Probe.of(chain, probe, tensors).plan(spec, found)
-    ready = Preparation(chain, lengths, spec.target, found.classes).evaluation(probe)
+    _check_masks(lengths, columns)
+    preparation = Preparation(chain, lengths, spec.target, found.classes)
+    ready = preparation.evaluation(probe)
+    inputs = _inputs(spec, ready, tensors)
+    arrays = _array_specs(ready, lengths)
+    trained = preparation.training({**probe, "position": _positions(probe)})
+    _check_alike(inputs, _array_specs(trained, lengths), arrays)
     total_steps, epoch_steps = _steps(spec, found)
     sides = {side: found.sides[side].selection for side in SIDES}
     identity = {
@@ -68,8 +74,8 @@ def plan_training(spec: TrainSpec, pin: Pin, selection: Selection) -> TrainJob:
     }
     plan = TrainPlan(
         columns=columns,
-        arrays=_array_specs(ready, lengths),
-        inputs=_inputs(spec, ready, tensors),
+        arrays=arrays,
+        inputs=inputs,
         classes=found.classes,
         lengths=lengths,
         total_steps=total_steps,
@@ -132,6 +138,37 @@ def _array_specs(ready: ModelBatch, lengths: Lengths) -> dict[str, ArraySpec]:
     return specs
 
 
+def _check_masks(lengths: Lengths, columns: Sequence[Column]) -> None:
+    masks = [name + MASK for name in lengths.columns] if lengths.masked else []
+    if taken := [column.name for column in columns if column.name in masks]:
+        raise SpecError(
+            f"column {taken[0]!r} has the name of the mask that goes with padding; give it another"
+        )
+
+
+def _check_alike(
+    inputs: Sequence[str], training: Mapping[str, ArraySpec], evaluation: Mapping[str, ArraySpec]
+) -> None:
+    """A model learns from what it is judged by: transforms for training only must not reshape."""
+    for name in inputs:
+        if training.get(name) != evaluation[name]:
+            raise SpecError(
+                f"input {name!r} is {_shown(training.get(name))} in training and "
+                f"{_shown(evaluation[name])} where the model is evaluated: a transform for "
+                "training only must leave shape and dtype as they are"
+            )
+
+
+def _shown(array: ArraySpec | None) -> str:
+    if array is None:
+        return "no column"
+    return " x ".join([array.dtype, *("any" if n is None else str(n) for n in array.shape)])
+
+
+def _positions(probe: Batch) -> Ints:
+    return np.arange(len(probe["ordinal"]), dtype=np.int64)
+
+
 def _warnings(found: Survey) -> list[str]:
     warnings = []
     if found.shared_scenes:
@@ -158,8 +195,12 @@ class _Probe:
 
     @classmethod
     def of(cls, chain: Chain, raw: Batch, tensors: Sequence[str]) -> _Probe:
-        positions = np.arange(len(raw["ordinal"]), dtype=np.int64)
-        training = chain({**raw, "position": positions}, training=True)
+        training = chain({**raw, "position": _positions(raw)}, training=True)
+        if lost := [name for name in tensors if name not in training]:
+            raise SpecError(
+                f"column {lost[0]!r} is there where the model is evaluated, but not in training: "
+                "a transform for training only must not take it away"
+            )
         return cls(raw, training, chain(raw, training=False), tensors)
 
     def plan(self, spec: TrainSpec, found: Survey) -> Lengths:
@@ -220,8 +261,8 @@ def _to_one_length(spec: TrainSpec, fitted: Sequence[str], seen: Values | None) 
     if length is None:
         if seen is None:
             raise SpecError(
-                f"the transforms change the length of {', '.join(fitted)}; say how long records "
-                f"are to be with length, for lengths={spec.lengths}"
+                f"metadata does not tell how long {', '.join(fitted)} will be, for transforms or "
+                f"annotations decide it; say so with length, for lengths={spec.lengths}"
             )
         length = int(np.max(seen) if spec.lengths == "pad" else np.min(seen))
     if spec.lengths == "pad" and seen is not None and np.max(seen) > length:
@@ -238,8 +279,9 @@ def _in_buckets(
 ) -> Lengths:
     if seen is None:
         raise SpecError(
-            f"the transforms change the length of {', '.join(fitted)}, so records cannot be put "
-            "into buckets by it; use lengths=pad or lengths=crop"
+            f"metadata does not tell how long {', '.join(fitted)} will be, for transforms or "
+            "annotations decide it, so records cannot be put into buckets by it; use lengths=pad or "
+            "lengths=crop"
         )
     longest = int(np.max(seen))
     limits = spec.buckets or equal_limits(found.lengths_of(fitted[0], "train"), longest)

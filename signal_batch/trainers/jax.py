@@ -23,7 +23,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any, TypeAlias
@@ -266,6 +266,9 @@ def _join(spec: BatchSpec) -> None:
     if spec.world == 1 or jax.distributed.is_initialized():
         return
     assert spec.coordinator is not None
+    # It would take SIGTERM for a notice that the machine is about to go, and not end the process.
+    with suppress(AttributeError):  # not in older versions
+        jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
     local = spec.coordinator.startswith(("127.", "localhost:"))
     jax.distributed.initialize(
         coordinator_address=spec.coordinator,

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from signal_batch.errors import SpecError
@@ -38,18 +38,19 @@ def order_of(selection: Selection, step: int, **options: Any) -> list[int]:
     return [order[place] for place in range(len(order))]
 
 
+# In Grain a shuffled epoch of less than 65536 records takes about 10 ms, however few they are, so
+# examples are of few epochs.
 @st.composite
 def plans(draw: st.DrawFn) -> tuple[Selection, dict[str, Any]]:
     """Some records and one way to order them; a global step of 4 or 8 records."""
-    gaps = draw(st.lists(st.integers(1, 4), min_size=4, max_size=40))
+    gaps = draw(st.lists(st.integers(1, 4), min_size=30, max_size=80))
     chosen = np.cumsum(gaps)
     options: dict[str, Any] = {"seed": draw(st.integers(0, 2**32 - 1))}
     step = draw(st.sampled_from([4, 8]))
     if draw(st.booleans()):
         options["steps"] = draw(st.integers(1, 24))
     else:
-        least = -(-step // len(chosen))
-        options["epochs"] = draw(st.integers(least, least + 4))
+        options["epochs"] = draw(st.integers(1, 3))
     kind = draw(st.sampled_from(["global", "none", "block"]))
     if kind == "none":
         options["shuffle"] = False
@@ -68,7 +69,7 @@ def known(plan: tuple[Selection, dict[str, Any]]) -> tuple[Selection, int, dict[
 
 
 @given(plans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_record_comes_once_an_epoch(plan: tuple[Selection, dict[str, Any]]) -> None:
     selection, step, options = known(plan)
     buckets = options.pop("buckets", None)
@@ -85,7 +86,7 @@ def test_every_record_comes_once_an_epoch(plan: tuple[Selection, dict[str, Any]]
 
 
 @given(plans(), st.sampled_from([1, 2, 4]), st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_ranks_interleave_to_the_global_order_from_any_cursor(
     plan: tuple[Selection, dict[str, Any]], world: int, data: st.DataObject
 ) -> None:
@@ -130,12 +131,14 @@ def test_threads_change_nothing(threads: int) -> None:
 
 
 @given(
-    records=st.integers(1, 40),
-    step=st.integers(1, 12),
-    epochs=st.integers(1, 4),
+    records=st.integers(50, 120),
+    step=st.integers(1, 16),
+    epochs=st.integers(1, 2),
     seed=st.integers(0, 2**32 - 1),
 )
-@settings(max_examples=60, deadline=None)
+@example(records=1, step=3, epochs=4, seed=0)
+@example(records=2, step=3, epochs=1, seed=0)
+@settings(max_examples=12, deadline=None)
 def test_steps_and_epochs_are_two_ways_to_say_where_it_ends(
     records: int, step: int, epochs: int, seed: int
 ) -> None:

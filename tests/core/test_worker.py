@@ -309,4 +309,4 @@ def test_ctrl_c_at_the_terminal_is_left_to_the_parent(
     lines = worker.stdout.read().splitlines()
     worker.stdout.close()
     assert worker.wait(30) == 0
-    assert json.loads(lines[-1])["event"] == "receipt"
+    assert [json.loads(line)["event"] for line in lines[-2:]] == ["receipt", "done"]

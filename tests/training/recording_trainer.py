@@ -4,9 +4,10 @@ It is imported by worker processes, so what a test asks for comes through a fold
 `TEST_TRAINING` names, and not through options: a disturbed run must have the run key of one that
 was left alone. In that folder:
 
-- `log`: a line of JSON for every step, and for every record that `noted` saw;
+- `log`: a line of JSON for every step, for every record that `noted` saw, for every document
+  that a trainer's process wrote;
 - `actions.json`: a list of what is to go wrong; each item happens once, unless it says `always`;
-- `step_s`: seconds to sleep in every step.
+- `step_s`: seconds to sleep in every step, and in `noted`.
 
 The model is softmax regression with momentum. Every sum in it adds one record or feature after
 the other, along an axis that is not the last one, so a plain loop elsewhere gets the same bits.
@@ -80,15 +81,15 @@ class RecordingTrainer(Classifier):
         self.velocity = np.zeros_like(self.weights)
         self.ballast = np.arange(float(self.options.get("ballast", 0)))
         self.steps, self.seen = np.zeros(1, np.int64), np.zeros(1, np.uint32)
+        self._met = batch_spec.world == 1
         if IN_WORKER:
-            step_s = _folder() / "step_s"
-            self._step_s = float(step_s.read_text()) if step_s.exists() else 0.0
             _record({"event": "init", "rank": batch_spec.rank})
-            _disturb_saving()
+            _watch_saving(batch_spec.rank)
 
     def step(self, batch: ModelBatch) -> dict[str, Any]:
         number = int(self.steps[0]) + 1
         x, truth = features(batch, self.spec.inputs), batch[str(self.spec.target)]
+        self._meet()
         self._note(number, batch, x)
         if strange := self._disturb(number):
             return strange
@@ -98,9 +99,11 @@ class RecordingTrainer(Classifier):
         if jitter := self.options.get("jitter"):
             rng = rng_at(self.spec.seed, int(batch["position"][0]))
             gradient += jitter * rng.standard_normal(gradient.shape)
-        self.velocity = MOMENTUM * self.velocity - self.options.get("rate", RATE) * gradient
-        self.weights = self.weights + self.velocity
-        self.ballast = self.ballast * 0.999 + number
+        # In place: what was handed out for a checkpoint must have been copied at once.
+        self.velocity *= MOMENTUM
+        self.velocity -= self.options.get("rate", RATE) * gradient
+        self.weights += self.velocity
+        self.ballast += number
         self.steps += 1
         loss = float(-np.log(probabilities[np.arange(len(truth)), truth]).mean())
         right = float((probabilities.argmax(axis=1) == truth).mean())
@@ -124,12 +127,22 @@ class RecordingTrainer(Classifier):
         for name in self.state():
             setattr(self, name, state[name].copy())
 
+    def _meet(self) -> None:
+        """Wait for the other ranks before the first step, as ranks that talk to each other do."""
+        if self._met:
+            return
+        mine = {"event": "met", "at": self.spec.coordinator}
+        _record({**mine, "rank": self.spec.rank})
+        while sum(mine.items() <= line.items() for line in read_log(_folder())) < self.spec.world:
+            time.sleep(0.01)
+        self._met = True
+
     def _note(self, number: int, batch: ModelBatch, x: np.ndarray) -> None:
         """One line a step; its checksum goes over all values that were seen up to here."""
         seen = int(self.seen[0])
         for value in (batch["ordinal"], batch["position"], x, batch[str(self.spec.target)]):
             seen = zlib.crc32(np.ascontiguousarray(value).tobytes(), seen)
-        self.seen = np.array([seen], np.uint32)
+        self.seen[0] = seen
         _record(
             {
                 "event": "step",
@@ -143,7 +156,7 @@ class RecordingTrainer(Classifier):
         )
 
     def _disturb(self, number: int) -> dict[str, Any] | None:
-        time.sleep(self._step_s)
+        _sleep()
         for action in _due(step=number, rank=self.spec.rank):
             if action["do"] == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -194,6 +207,7 @@ def noted(record: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
     """A transform that changes nothing, and says which record passed through it."""
     if IN_WORKER:
         _record({"event": "noted", "ordinal": int(record["ordinal"])})
+        _sleep()
         for action in _due(noted=int(record["ordinal"])):
             assert action["do"] == "kill"
             os.kill(os.getpid(), signal.SIGKILL)
@@ -228,60 +242,69 @@ def _actions() -> list[dict[str, Any]]:
     return json.loads(path.read_text()) if path.exists() else []  # type: ignore[no-any-return]
 
 
-def _due(**when: int | str) -> Iterator[dict[str, Any]]:
+def _sleep() -> None:
+    path = _folder() / "step_s"
+    time.sleep(float(path.read_text()) if path.exists() else 0.0)
+
+
+def _due(**when: int) -> Iterator[dict[str, Any]]:
     """What is to happen now; an item that does not name its rank is for the first."""
     for number, action in enumerate(_actions()):
         if any(action.get(key, 0 if key == "rank" else None) != at for key, at in when.items()):
             continue
-        used = _folder() / f"used-{number}"
-        if action.get("always") or not used.exists():
-            used.touch()
+        if _unused(number, action):
             yield action
 
 
-def _disturb_saving() -> None:
-    """Be killed inside the save of a checkpoint, at the place that an action names.
+def _unused(number: int, action: Mapping[str, Any]) -> bool:
+    used = _folder() / f"used-{number}"
+    happens = bool(action.get("always")) or not used.exists()
+    used.touch()
+    return happens
 
-    `half` of the arrays is written, all of them `between` them and the document, or both `before`
-    old checkpoints are removed.
+
+def _watch_saving(rank: int) -> None:
+    """Log which documents this process writes; be killed inside the save of a checkpoint.
+
+    From step `save` on, at the `place` that an action names: `half` of the arrays is written, all
+    of them `between` them and the document, or both `before` old checkpoints are removed.
     """
-    if not any("save" in action for action in _actions()):
-        return
-    write, put_document, remove = (
+    write, put, remove = (
         store._write_durably,
         store.OutputStore.put_document,
         store.OutputStore.remove,
     )
     saved = 0
 
-    def killed(place: str) -> bool:
-        return any(True for _ in _due(save=saved, place=place))
-
-    def kill() -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    def maybe_killed(place: str) -> None:
+        for number, action in enumerate(_actions()):
+            late = "save" in action and saved >= action["save"] and action["place"] == place
+            if late and _unused(number, action):
+                if place == "half":
+                    (path, payload) = half
+                    path.write_bytes(payload[: len(payload) // 2])
+                os.kill(os.getpid(), signal.SIGKILL)
 
     def write_durably(path: Path, payload: bytes) -> None:
-        nonlocal saved
+        nonlocal saved, half
         if path.name.startswith("step-") and ".safetensors." in path.name:
-            saved = int(path.name[5:14])
-            if killed("half"):
-                path.write_bytes(payload[: len(payload) // 2])
-                kill()
+            saved, half = int(path.name[5:14]), (path, payload)
+            maybe_killed("half")
         write(path, payload)
 
-    def put(self: store.OutputStore, path: str, document: Mapping[str, Any]) -> None:
-        if killed("between"):
-            kill()
-        put_document(self, path, document)
+    def put_document(self: store.OutputStore, path: str, document: Mapping[str, Any]) -> None:
+        maybe_killed("between")
+        put(self, path, document)
+        _record({"event": "wrote", "rank": rank, "path": path})
 
-    def removing(self: store.OutputStore, paths: Any) -> None:
-        if killed("before"):
-            kill()
+    def remove_all(self: store.OutputStore, paths: Any) -> None:
+        maybe_killed("before")
         remove(self, paths)
 
+    half: tuple[Path, bytes] = Path(), b""
     store._write_durably = write_durably
-    store.OutputStore.put_document = put  # type: ignore[method-assign]
-    store.OutputStore.remove = removing  # type: ignore[method-assign]
+    store.OutputStore.put_document = put_document  # type: ignore[method-assign]
+    store.OutputStore.remove = remove_all  # type: ignore[method-assign]
 
 
 # --- the other end of it -----------------------------------------------------------------------

@@ -13,11 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 import signal_dataset as sds
-from safetensors.numpy import load
 
 from signal_batch._grain import grain
 from signal_batch.batches import Batch
-from signal_batch.errors import FeatureError, InputError, OutputConflictError, SpecError
+from signal_batch.errors import (
+    FeatureError,
+    InputError,
+    OutputConflictError,
+    SignalBatchError,
+    SpecError,
+)
 from signal_batch.models import evaluate, prediction_fields, read_model
 from signal_batch.specs import checked
 from signal_batch.tracing import records_of, steps_of
@@ -227,29 +232,33 @@ def test_speed_and_patience_are_no_part_of_the_run(whole: Whole) -> None:
 # --- transforms and statistics ------------------------------------------------------------------
 
 
-CHAIN = ("recording_trainer:noted", "add_noise snr_db=[0,20]", "recording_trainer:shake")
-
-
 def test_transforms_and_statistics_do_not_depend_on_threads_or_attempts(
     scene: Any, plain: Any
 ) -> None:
-    """One run in one thread, undisturbed; one in four threads that fails once in between."""
-    spec = {"transforms": [CHAIN[0], "normalize", *CHAIN[1:]], "trainer_args": {"jitter": 0.01}}
+    """One run in one thread, undisturbed; one in four threads that is killed while it measures
+    statistics, fails while it trains, and is started again."""
+    chain = ["recording_trainer:noted", "normalize", "add_noise snr_db=[0,20]"]
+    spec = {
+        "transforms": [*chain, "recording_trainer:shake"],
+        "trainer_args": {"jitter": 0.01},
+    }
     scene.train("one", **spec, execution={"threads": 1, "prefetch_batches": 1})
     log = scene.log(forget=True)
     training = plain.side("train")
-    assert measured(log) == training
+    # The first record once more: it is what tells the columns.
+    assert measured(log) == [training[0], *training]
     wanted = steps_of_log(log)
 
-    scene.act({"step": 8, "do": "raise"})
-    four = {"threads": 4, "prefetch_batches": 8}
-    with pytest.raises(Exception, match="ZeroDivisionError: no such luck"):
+    scene.act({"noted": training[40], "do": "kill"}, {"step": 8, "do": "raise"})
+    four = {"threads": 4, "prefetch_batches": 8, "retries": 1}
+    with pytest.raises(SignalBatchError, match="ZeroDivisionError: no such luck"):
         scene.train("four", **spec, execution=four)
-    assert measured(scene.log(forget=True)) == training
+    assert set(measured(scene.log(forget=True))) == set(training)
     scene.train("four", **spec, execution=four)
     assert measured(scene.log()) == [], "the statistics of the first attempt stand"
     resumed = steps_of_log(scene.log())
-    assert resumed == {step: wanted[step] for step in range(5, STEPS + 1)}
+    assert resumed == {step: wanted[step] for step in range(min(resumed), STEPS + 1)}
+    assert min(resumed) in (1, 5), "from the first checkpoint, if it was written in time"
     scene.check_same("four", scene.folder / "one")
 
     (moments,) = scene.json("_statistics.json", "one")["statistics"]["columns"].values()
@@ -280,16 +289,6 @@ def measured(log: list[dict[str, Any]]) -> list[int]:
     trainers = {line["pid"] for line in log if line["event"] == "init"}
     noted = [line for line in log if line["event"] == "noted" and line["pid"] not in trainers]
     return sorted(line["ordinal"] for line in noted)
-
-
-def test_a_pass_for_statistics_that_is_killed_is_done_again(scene: Any, plain: Any) -> None:
-    scene.act({"noted": plain.side("train")[40], "do": "kill"})
-    spec = {"transforms": [CHAIN[0], "normalize"], "split": "scene test=0.2", "steps": 2}
-    scene.train(**spec, execution={"retries": 1})
-    (moments,) = scene.json("_statistics.json")["statistics"]["columns"].values()
-    training = plain.side("train", validation=0)
-    mean = plain.samples[training].astype(np.complex128).mean(axis=(0, 2))
-    np.testing.assert_allclose([complex(*m) for m in moments["mean"]], mean, rtol=1e-10)
 
 
 # --- orders -------------------------------------------------------------------------------------
@@ -422,51 +421,54 @@ def test_lengths_in_buckets(spoken: Callable[..., Any], vowels: Vowels, make_mod
 
 
 def test_a_report_says_what_to_be_wary_of(scene: Any, plain: Any) -> None:
-    """Scenes on two sides, a class that is not learned, records left out, a loss that blew up."""
+    """A class that is not learned, records that are left out, a loss that blew up."""
     kept = [i for i in range(200) if plain.labels[i] != 6]
     annotation = "annotation:truth-v1/label"
     spec = {"split": f"{annotation} test=[6,0] train=[1,2,3,4]", "steps": 6}
-    scene.train("left", **spec, trainer_args={"nan_at": 5})
-    told = scene.json("model.json", "left")["warnings"]
+    scene.train(**spec, trainer_args={"nan_at": 5})
+    told = scene.json("model.json")["warnings"]
     assert any("there is no record of 0, 6 to train on" in line for line in told)
     unused = sum(plain.labels[i] == 5 for i in kept)
     assert any(f"{unused} selected records are on no side" in line for line in told)
-    page = (scene.folder / "left" / "report.html").read_text()
+    page = (scene.folder / "out" / "report.html").read_text()
     for line in told:
         assert html.escape(line) in page
-    (row,) = [row for row in rows_of(scene.folder / "left") if row["loss"] is None]
+    (row,) = [row for row in rows_of(scene.folder / "out") if row["loss"] is None]
     assert row["not_finite"] == {"loss": "nan"}
     assert row["step"] == 6
-    model = load((scene.folder / "left" / "model.safetensors").read_bytes())
-    assert np.isfinite(model["weights"]).all()
-
-    scene.train("shared", split="id test=0.3", steps=1)
-    (told,) = scene.json("model.json", "shared")["warnings"]
-    count = int(told.split()[0])
-    assert "scenes have records on more than one side" in told
-    places = [
-        int.from_bytes(sha256(f'[0,"{name}"]'.encode()).digest()[:8], "big") / 2**64
-        for name in plain.ids
-    ]
-    sides: dict[str, set[bool]] = {}
-    for scene_id, place in zip(plain.scenes, places, strict=True):
-        sides.setdefault(scene_id, set()).add(place < 0.3)
-    assert count == sum(len(found) == 2 for found in sides.values())
+    assert np.isfinite(scene.arrays()["weights"]).all()
 
 
 def test_a_trainer_without_classes(scene: Any, plain: Any) -> None:
-    """Evaluated by its own numbers; it cannot predict, and says so."""
+    """Evaluated by its own numbers; it cannot predict, and says so.
+
+    The split is by record, so scenes are on two sides, which the report says.
+    """
     columns = ["snr=metadata:snr_db:float32"]
-    spec = {"columns": columns, "inputs": ["snr"], "target": None}
+    spec = {"columns": columns, "inputs": ["snr"], "target": None, "split": "id test=0.3"}
     scene.train(**spec, trainer="recording_trainer:Measuring")
-    seen = [i for step in plain.order(plain.side("train"), STEPS) for i in step]
-    mean = plain.snr[seen].astype(np.float64).mean()
-    held_out = plain.snr[plain.side("test")].astype(np.float64)
+    held_out = [place < 0.3 for place in places_of(plain.ids)]
+    training = [i for i in range(200) if not held_out[i]]
+    mean = plain.snr[[i for step in plain.order(training, STEPS) for i in step]].mean(dtype=float)
+    error = plain.snr[np.array(held_out)].astype(float) - mean
     metrics = scene.json("_manifest.json")["metrics"]["test"]
-    assert metrics == {"squared_error": pytest.approx(((held_out - mean) ** 2).mean(), rel=1e-9)}
+    assert metrics == {"squared_error": pytest.approx((error**2).mean(), rel=1e-9)}
     model = read_model(str(scene.folder / "out"))
     with pytest.raises(InputError, match="cannot predict"):
         prediction_fields(model, str(scene.dataset), str(scene.folder / "predictions"))
+
+    sides: dict[str, set[bool]] = {}
+    for name, side in zip(plain.scenes, held_out, strict=True):
+        sides.setdefault(name, set()).add(side)
+    both = sum(len(found) == 2 for found in sides.values())
+    (told,) = scene.json("model.json")["warnings"]
+    assert told.startswith(f"{both} scenes have records on more than one side")
+
+
+def places_of(keys: list[str]) -> list[float]:
+    """Where a split puts keys between 0 and 1, by the published definition."""
+    hashes = [sha256(f'[0,"{key}"]'.encode()).digest() for key in keys]
+    return [int.from_bytes(each[:8], "big") / 2**64 for each in hashes]
 
 
 @pytest.mark.parametrize(
