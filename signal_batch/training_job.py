@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
-from signal_batch.errors import DamagedOutputError
+from signal_batch.errors import DamagedOutputError, InputError
 from signal_batch.lengths import Lengths
 from signal_batch.pins import Pin
 from signal_batch.selection import Selection
@@ -190,15 +190,15 @@ def as_planned(job: TrainJob, standing: Mapping[str, Any]) -> TrainJob:
 def read_training(output: str) -> TrainJob:
     """The training run that a folder was claimed for.
 
-    Raises `DamagedOutputError` where there is none, or what it wrote cannot be read.
+    Raises `InputError` where there is none, `DamagedOutputError` where what it wrote cannot be read.
     """
     claim = OutputStore(output).read_claim()
     if claim is None or claim.get("format") != MODEL_FORMAT:
-        raise DamagedOutputError(f"{output} is not the output of a training run")
+        raise InputError(f"{output} is not the output of a training run")
     try:
         spec = {**claim["spec"], "output": output}
         return TrainJob.from_json({**claim, "spec": spec})
-    except (KeyError, TypeError, ValueError) as exc:
+    except (KeyError, TypeError, ValueError, AttributeError) as exc:
         raise DamagedOutputError(f"{output}/_spec.json is not complete: {exc!r}") from exc
 
 
@@ -212,7 +212,10 @@ def standing_model(job: TrainJob) -> dict[str, Any] | None:
     if manifest is None:
         return None
     present = store.listing("")
-    files = {str(entry["file"]): entry["bytes"] for entry in manifest.get("files", ())}
+    try:
+        files = {str(entry["file"]): entry["bytes"] for entry in manifest["files"]}
+    except (KeyError, TypeError):
+        files = {}
     lost = [name for name, size in files.items() if present.get(name) != size]
     if manifest.get("run_key") != job.run_key or lost or not files:
         what = f"{', '.join(lost[:3])} missing or cut short" if lost else "of another run"

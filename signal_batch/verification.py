@@ -106,19 +106,28 @@ def _verify_model(
         )
         return Verification(store.uri, (fault,), 0, 0, 0)
     entries = manifest.get("files")
-    if not isinstance(entries, list) or not entries:
+    if not isinstance(entries, list) or not entries or not all(map(_names_a_file, entries)):
         return Verification(store.uri, (f"{MANIFEST} is damaged: it names no files",), 0, 0, 0)
     faults = []
     if (claim or {}).get("run_key") != manifest.get("run_key"):
         faults.append(f"{CLAIM} is missing or of another run than {MANIFEST}")
+    identity = manifest.get("identity")
+    if not isinstance(identity, dict) or digest(identity) != manifest.get("run_key"):
+        faults.append(f"{MANIFEST}: the identity does not give the run key")
     for entry in entries:
-        payload = store.read_object(str(entry.get("file")))
+        payload = store.read_object(entry["file"])
         if payload is None:
-            faults.append(f"{entry.get('file')} is missing")
+            faults.append(f"{entry['file']} is missing")
         elif sha256(payload).hexdigest() != entry.get("sha256"):
-            faults.append(f"{entry.get('file')} is not what was published")
-    size = sum(entry.get("bytes", 0) for entry in entries)
+            faults.append(f"{entry['file']} is not what was published")
+    size = sum(entry["bytes"] for entry in entries)
     return Verification(store.uri, tuple(faults), len(entries), 0, size)
+
+
+def _names_a_file(entry: Any) -> bool:
+    if not isinstance(entry, dict) or type(entry.get("bytes")) is not int:
+        return False
+    return isinstance(entry.get("file"), str)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 It classifies one input of shape (channels, time) or (time,), float or complex; a complex channel
 becomes two, its real and its imaginary part, and a third, its log power (see `_features`)::
 
-    stem      convolution with a stride of 4
+    stem      convolution with a stride
     blocks    each: normalise, ReLU, convolve, normalise, ReLU, convolve; added to what went in
     head      normalise, ReLU, mean over time, dense
 
@@ -43,7 +43,6 @@ Tree: TypeAlias = Any  # nested dicts and tuples of arrays, as JAX passes them a
 
 #: Both are read when JAX's CPU client is made; older versions know the second only.
 THREAD_VARIABLES = ("PJRT_NPROC", "NPROC")
-STEM_STRIDE = 4
 #: Log powers are cut off here: a record of unit power, and 40 dB below.
 SMALLEST_POWER = 1e-4
 NORM_EPSILON = 1e-6
@@ -56,6 +55,7 @@ class Options:
     width: int = 32
     blocks: int = 4
     kernel: int = 7
+    stride: int = 4
     learning_rate: float = 3e-3
     warmup_fraction: float = 0.1
     weight_decay: float = 0.05
@@ -64,7 +64,7 @@ class Options:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("width", "blocks", "kernel"):
+        for name in ("width", "blocks", "kernel", "stride"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise SpecError(f"trainer jax: {name} must be a positive integer, not {value!r}")
@@ -409,7 +409,7 @@ class Network(nnx.Module):
         self, rng: np.random.Generator, channels: int, classes: int, options: Options
     ) -> None:
         width, kernel = options.width, options.kernel
-        self.stem = Convolution(rng, channels, width, kernel, STEM_STRIDE)
+        self.stem = Convolution(rng, channels, width, kernel, options.stride)
         self.blocks = nnx.List([Block(rng, width, kernel) for _ in range(options.blocks)])
         self.norm = Norm(width)
         head = rng.standard_normal((width, classes)) / width
@@ -420,7 +420,7 @@ class Network(nnx.Module):
         self, x: jax.Array, mask: jax.Array | None, drop: Callable[[jax.Array], jax.Array]
     ) -> jax.Array:
         x = _zeroed(_features(x), mask)
-        mask = None if mask is None else mask[:, ::STEM_STRIDE]
+        mask = None if mask is None else mask[:, :: self.stem.stride]
         x = self.stem(x, mask)
         for block in self.blocks:
             x = block(x, mask)

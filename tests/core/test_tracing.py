@@ -186,10 +186,10 @@ def test_a_claim_that_cannot_be_read(recorded: Recorded, tmp_path: Path) -> None
             (tmp_path / "_records.safetensors").write_bytes(runs)
         read_training(str(tmp_path))
 
-    with pytest.raises(DamagedOutputError, match="is not the output of a training run"):
+    with pytest.raises(InputError, match="is not the output of a training run"):
         read_training(str(tmp_path))
     for document in ({}, {**claim, "format": "signal-batch.export"}):
-        with pytest.raises(DamagedOutputError, match="is not the output of a training run"):
+        with pytest.raises(InputError, match="is not the output of a training run"):
             read(document)
     for name in ("plan", "pin", "spec", "identity", "run_key"):
         for broken in ({k: v for k, v in claim.items() if k != name}, {**claim, name: None}):
