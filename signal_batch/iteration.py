@@ -61,7 +61,8 @@ def global_order(
     record comes once an epoch, shuffled anew each epoch (`shuffle=False`: in ordinal order).
     `steps` global steps of `step_records`, or `epochs` passes less the records that do not fill a
     step at the very end, or with neither without an end. `block_shuffle` respects storage, and
-    `buckets` holds the bucket of each position: see `shuffling` and `bucketing`.
+    `buckets` holds the bucket of each position, by which records are reordered within windows
+    that may reach over the end of an epoch: see `shuffling` and `bucketing`.
 
     Raises `SpecError` for numbers out of range, or fewer records in all epochs than a step takes.
     """

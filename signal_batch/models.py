@@ -6,6 +6,7 @@ manifest beside them says what their hashes are.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -83,13 +84,14 @@ def read_model(uri: str) -> Model:
     store = OutputStore(uri)
     manifest = store.read_manifest()
     if manifest is None or manifest.get("format") != MODEL_FORMAT:
-        what = "an unfinished training run" if store.read_object(MODEL) else "no published model"
+        claim = store.read_claim() if manifest is None else None
+        begun = (claim or {}).get("format") == MODEL_FORMAT
+        what = "an unfinished training run" if begun else "no published model"
         raise InputError(f"{uri} holds {what}: there is no manifest of one (it is written last)")
     try:
         hashes = {entry["file"]: entry["sha256"] for entry in manifest["files"]}
-        arrays, document = _read(store, ARRAYS, hashes), store.read_document(MODEL)
-        _read(store, MODEL, hashes)
-        assert document is not None
+        arrays = _read(store, ARRAYS, hashes)
+        document: dict[str, Any] = json.loads(_read(store, MODEL, hashes))
         spec = checked(TrainSpec, document["spec"])
         plan = TrainPlan.from_json(document["plan"])
         statistics = document["statistics"]
@@ -99,11 +101,11 @@ def read_model(uri: str) -> Model:
         trainer = resolve_trainer(spec.trainer)[0]()
         trainer.init(_alone(spec, plan), spec.trainer_args)
         trainer.load(load(arrays))
+        identity = digest([manifest["run_key"], hashes[ARRAYS]])
     except (KeyError, TypeError, ValueError, SafetensorError) as exc:
         if isinstance(exc, SignalBatchError):
             raise
         raise DamagedOutputError(f"{uri} is not a whole model: {exc!r}") from exc
-    identity = digest([manifest["run_key"], hashes[ARRAYS]])
     return Model(uri, identity, spec, plan, ready, trainer, document)
 
 

@@ -18,15 +18,15 @@ def predictions(batch: Mapping[str, Values], *, model: str, identity: str) -> di
     `identity` is what that model must be, and part of the run key: another one that was put in
     its place is an `InputError`.
     """
-    found = _read(model)
-    if found.identity != identity:
-        raise InputError(
-            f"the model at {model} is another one than when this was planned; choose another "
-            "output folder for its predictions"
-        )
-    return found.predict(dict(batch))
+    return _read(model, identity).predict(dict(batch))
 
 
 @lru_cache(maxsize=1)
-def _read(uri: str) -> Model:
-    return read_model(uri)
+def _read(uri: str, identity: str) -> Model:
+    found = read_model(uri)
+    if found.identity != identity:
+        raise InputError(
+            f"the model at {uri} is another one than when this was planned; choose another "
+            "output folder for its predictions"
+        )
+    return found

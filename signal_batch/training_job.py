@@ -190,7 +190,8 @@ def as_planned(job: TrainJob, standing: Mapping[str, Any]) -> TrainJob:
 def read_training(output: str) -> TrainJob:
     """The training run that a folder was claimed for.
 
-    Raises `InputError` where there is none, `DamagedOutputError` where what it wrote cannot be read.
+    Raises `InputError` where there is none, and `DamagedOutputError` where what it wrote cannot be
+    read.
     """
     claim = OutputStore(output).read_claim()
     if claim is None or claim.get("format") != MODEL_FORMAT:

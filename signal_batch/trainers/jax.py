@@ -548,15 +548,8 @@ def _learning_rate(options: Options, total_steps: int, step: jax.Array) -> jax.A
 def _named(tree: Tree) -> list[tuple[str, jax.Array]]:
     """The leaves of a tree with their paths, in the tree's own order."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [("/".join(map(_key, path)), leaf) for path, leaf in leaves]
-
-
-def _key(entry: Any) -> str:
-    """One step of a path: a key of a dict, an index, or a field's name."""
-    for kind in ("key", "idx", "name"):
-        if hasattr(entry, kind):
-            return str(getattr(entry, kind))
-    raise TypeError(f"a path of the state has an unknown step {entry!r}")
+    name_of = partial(jax.tree_util.keystr, simple=True, separator="/")
+    return [(name_of(path), leaf) for path, leaf in leaves]
 
 
 def _differences(expected: Mapping[str, jax.Array], state: State) -> list[str]:

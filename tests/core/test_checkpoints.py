@@ -288,10 +288,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         "damaged",
     ),
     "the arrays of another step": (
-        lambda out: _changed(
-            document_of(out, 3), arrays=json.loads(document_of(out, 2).read_text())["arrays"]
-        )
-        or arrays_of(out, 2).write_bytes(arrays_of(out, 3).read_bytes()),
+        lambda out: (
+            _changed(
+                document_of(out, 3), arrays=json.loads(document_of(out, 2).read_text())["arrays"]
+            )
+            or arrays_of(out, 2).write_bytes(arrays_of(out, 3).read_bytes())
+        ),
         "cut short or changed",
     ),
 }

@@ -117,12 +117,12 @@ def normalised(x: np.ndarray, scale: np.ndarray) -> np.ndarray:
     return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * scale
 
 
-def logits_of(record: np.ndarray, w: Mapping[str, np.ndarray]) -> np.ndarray:
+def logits_of(record: np.ndarray, w: Mapping[str, np.ndarray], stride: int = STRIDE) -> np.ndarray:
     """Of one record (channels, time) without padding."""
     if np.iscomplexobj(record):
         power = np.log(np.abs(record.astype(np.complex128)) ** 2 + 1e-4)
         record = np.concatenate([record.real, record.imag, power])
-    x = convolved(record.T.astype(np.float64), w, "stem", STRIDE)
+    x = convolved(record.T.astype(np.float64), w, "stem", stride)
     blocks = len({name.split("/")[1] for name in w if name.startswith("blocks/")})
     for i in range(blocks):
         y = x
@@ -152,22 +152,24 @@ def loss_of(found: ModelBatch, w: Mapping[str, np.ndarray], smoothing: float = 0
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "lengths", "blocks"),
+    ("shape", "dtype", "lengths", "options"),
     [
-        ((2, TIME), "complex64", None, 1),
-        ((2, TIME), "complex64", [21, 5, 16, 17, 1, 9], 1),
-        ((3, TIME), "float32", [4, 21, 8, 12, 20, 7], 2),
-        ((TIME,), "float64", None, 1),
+        ((2, TIME), "complex64", None, {}),
+        ((2, TIME), "complex64", [21, 5, 16, 17, 1, 9], {}),
+        ((3, TIME), "float32", [4, 21, 8, 12, 20, 7], {"blocks": 2, "stride": 1}),
+        ((TIME,), "float64", None, {"stride": 2, "kernel": 5}),
     ],
 )
 def test_the_network_is_what_the_documentation_says(
-    shape: tuple[int, ...], dtype: str, lengths: Any, blocks: int
+    shape: tuple[int, ...], dtype: str, lengths: Any, options: dict[str, Any]
 ) -> None:
-    made, found = trainer(spec(shape, dtype), blocks=blocks), batch(1, shape, dtype, lengths)
+    made, found = trainer(spec(shape, dtype), **options), batch(1, shape, dtype, lengths)
     for number in range(2):  # so that biases and norms are not what they began with
         made.step(batch(number, shape, dtype, lengths))
     w = weights_of(made.state())
-    expected = np.exp(log_softmax(np.array([logits_of(r, w) for r in records_of(found)])))
+    stride = options.get("stride", STRIDE)
+    scores = np.array([logits_of(record, w, stride) for record in records_of(found)])
+    expected = np.exp(log_softmax(scores))
     actual = made.predict(found)["probabilities"]
     assert (actual.dtype, actual.shape) == (np.float32, (RECORDS, CLASSES))
     np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-6)
