@@ -280,8 +280,8 @@ def _in_buckets(
     if seen is None:
         raise SpecError(
             f"metadata does not tell how long {', '.join(fitted)} will be, for transforms or "
-            "annotations decide it, so records cannot be put into buckets by it; use lengths=pad or "
-            "lengths=crop"
+            "annotations decide it, so records cannot be put into buckets by it; use lengths=pad "
+            "or lengths=crop"
         )
     longest = int(np.max(seen))
     limits = spec.buckets or equal_limits(found.lengths_of(fitted[0], "train"), longest)

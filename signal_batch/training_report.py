@@ -667,7 +667,7 @@ table { border-collapse: collapse; margin: 0 0 12px; font-size: 14px; }
 th, td { padding: 3px 14px 3px 0; text-align: left; vertical-align: top;
   border-bottom: 1px solid #e4e4e4; overflow-wrap: anywhere; }
 th:last-child, td:last-child { padding-right: 0; }
-thead th { border-bottom: 1px solid #888; }
+thead th { border-bottom: 1px solid #888; overflow-wrap: normal; white-space: nowrap; }
 tbody th { font-weight: 600; }
 .numbers td, .numbers thead th:not(:first-child) { text-align: right; white-space: nowrap;
   font-variant-numeric: tabular-nums; }

@@ -176,7 +176,7 @@ def test_a_record_that_is_too_long_is_named(plan: Lengths, limit: int) -> None:
         plan(batch(records([3, 7, 2], 2, "float32"), first=40))
     assert str(caught.value).startswith("ordinals 40-42: a record of 7 samples in column 'x'")
     assert f"the {limit} that the run was planned for" in str(caught.value)
-    with pytest.raises(FeatureError, match="^ordinal 41: a record of 7"):
+    with pytest.raises(FeatureError, match=r"^ordinal 41: a record of 7"):
         plan(batch(records([7], 2, "float32"), first=41))
 
 

@@ -18,8 +18,8 @@ from signal_batch.training_spec import (
     TRAIN_NOT_IDENTITY,
     Split,
     TrainExecution,
-    Transform,
     TrainSpec,
+    Transform,
 )
 
 BASE: dict[str, Any] = {

@@ -138,11 +138,10 @@ class RecordingTrainer(Classifier):
         self._met = True
 
     def _note(self, number: int, batch: ModelBatch, x: np.ndarray) -> None:
-        """One line a step; its checksum goes over all values that were seen up to here."""
-        seen = int(self.seen[0])
-        for value in (batch["ordinal"], batch["position"], x, batch[str(self.spec.target)]):
-            seen = zlib.crc32(np.ascontiguousarray(value).tobytes(), seen)
-        self.seen[0] = seen
+        """One line a step, with checksums of its values and of all that were seen up to here."""
+        values = (batch["ordinal"], batch["position"], x, batch[str(self.spec.target)])
+        payload = b"".join(np.ascontiguousarray(value).tobytes() for value in values)
+        self.seen[0] = zlib.crc32(payload, int(self.seen[0]))
         _record(
             {
                 "event": "step",
@@ -151,7 +150,8 @@ class RecordingTrainer(Classifier):
                 "positions": batch["position"].tolist(),
                 "ordinals": batch["ordinal"].tolist(),
                 "shapes": [list(batch[name].shape[1:]) for name in self.spec.inputs],
-                "seen": seen,
+                "values": zlib.crc32(payload),
+                "seen": int(self.seen[0]),
             }
         )
 

@@ -412,7 +412,7 @@ def test_the_number_of_cores_changes_no_bit_and_nothing_is_said(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"depth": 3}, "no option 'depth'; it takes width, blocks, kernel, learning_rate"),
+        ({"depth": 3}, "no option 'depth'; it takes width, blocks, kernel, stride, learning_rate"),
         ({"width": 0}, "width must be a positive integer, not 0"),
         ({"blocks": True}, "blocks must be a positive integer, not True"),
         ({"width": 8.0}, "width must be a positive integer, not 8.0"),

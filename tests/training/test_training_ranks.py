@@ -42,7 +42,7 @@ def shares(log: list[dict[str, Any]]) -> dict[tuple[int, int], list[tuple[Any, .
     found: dict[tuple[int, int], list[tuple[Any, ...]]] = {}
     for line in log:
         if line["event"] == "step":
-            seen = (line["positions"], line["ordinals"], line["seen"])
+            seen = (line["positions"], line["ordinals"], line["values"])
             found.setdefault((line["rank"], line["step"]), []).append(seen)
     return found
 
@@ -91,10 +91,10 @@ def test_a_killed_rank_takes_the_others_along_and_all_go_on(
 ) -> None:
     """Either rank may go; the other, which would never end, is ended."""
     scene.act(
+        {"step": 9, "rank": 0, "do": "hang"},
         {"step": 10, "rank": 1, "do": "kill"},
-        {"step": 14, "rank": 0, "do": "hang"},
+        {"step": 18, "rank": 1, "do": "hang"},
         {"step": 19, "rank": 0, "do": "kill"},
-        {"step": 23, "rank": 1, "do": "hang"},
         step_s=0.02,
     )
     scene.train(**SPEC, execution={**TWO, "retries": 2})
