@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class CarefulFlow(Flow[P, R]):
-    """Refuses a dataset or output URI with credentials, also in plain JSON.
+    """Refuses a dataset, output or tracking URI with credentials, also in plain JSON.
 
     Prefect stores the parameters of a run first and validates them afterwards, so a password
     would be on the server, and on the run's page, before any model had seen it.
@@ -38,5 +38,5 @@ def _refuse_credentials(fields: Mapping[str, Any]) -> None:
     for name, value in fields.items():
         if isinstance(value, Mapping):
             _refuse_credentials(value)
-        elif name in ("dataset", "output") and isinstance(value, str):
+        elif name in ("dataset", "output", "mlflow") and isinstance(value, str):
             refuse_credentials(value)

@@ -29,7 +29,7 @@ from signal_batch.errors import (
     SignalBatchError,
     SpecError,
 )
-from signal_batch.specs import FIELD_DTYPES
+from signal_batch.specs import FIELD_DTYPES, digest
 from signal_batch.store import OutputStore, differences
 from signal_batch.training import State
 
@@ -71,19 +71,19 @@ class Checkpoints:
         Raises `SpecError` for a state with a dtype that safetensors has not, as complex128.
         """
         payload = _packed(checkpoint.arrays)
-        digest = sha256(payload).hexdigest()
+        hashed = sha256(payload).hexdigest()
         name = f"step-{checkpoint.step:09d}"
-        arrays = f"{name}-{digest[:12]}.safetensors"
+        arrays = f"{name}-{hashed[:12]}.safetensors"
         self._store.put_object(f"{FOLDER}/{arrays}", payload)
         document = {
             "run_key": self._run_key,
             "identity": self._identity,
             "cursor": {"step": checkpoint.step, "records": checkpoint.records},
-            "arrays": {"file": arrays, "bytes": len(payload), "sha256": digest},
+            "arrays": {"file": arrays, "bytes": len(payload), "sha256": hashed},
             "progress": checkpoint.progress,
-            "versions": versions,
+            "versions": dict(versions),
         }
-        self._store.put_document(f"{FOLDER}/{name}.json", document)
+        self._store.put_document(f"{FOLDER}/{name}.json", {**document, "digest": digest(document)})
         self._prune(checkpoint.step)
 
     def newest(self, warn: Warn) -> Checkpoint | None:
@@ -124,6 +124,8 @@ class Checkpoints:
                 raise ValueError(f"{said['file']} is missing")
             if len(payload) != said["bytes"] or sha256(payload).hexdigest() != said["sha256"]:
                 raise ValueError(f"{said['file']} was cut short or changed")
+            if document.pop("digest", None) != digest(document):
+                raise ValueError("it was changed after it was written")
             return Checkpoint(step, records, load(payload), progress)
         except (KeyError, TypeError, ValueError, AttributeError, SafetensorError) as exc:
             if isinstance(exc, SignalBatchError):

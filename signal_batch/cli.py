@@ -227,9 +227,7 @@ def _parser() -> argparse.ArgumentParser:
     inspecting.add_argument("path", metavar="DATASET|OUT")
     _add_annotations(inspecting)
     _add_synth(commands)
-    demo = command(
-        commands, "demo", _demo, "export and train on real recordings in DIR"
-    )
+    demo = command(commands, "demo", _demo, "export and train on real recordings in DIR")
     demo.add_argument("folder", metavar="DIR")
     return parser
 

@@ -43,6 +43,9 @@ SIDES = ("train", "validation", "test")
 #: Names of columns by which accuracy is broken down unless `by` says otherwise.
 SNR_NAMES = ("snr", "snr_db")
 
+#: A bucket is kept as a byte.
+MOST_BUCKETS = 255
+
 KeyValue = bool | int | float | str
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -279,6 +282,8 @@ class TrainSpec(JobSpec):
             raise SpecError("buckets go with lengths=bucket")
         if list(self.buckets) != sorted(set(self.buckets)) or any(b < 1 for b in self.buckets):
             raise SpecError("buckets must be ascending lengths")
+        if len(self.buckets) > MOST_BUCKETS:
+            raise SpecError(f"at most {MOST_BUCKETS} buckets, not {len(self.buckets)}")
         if self.mlflow is not None:
             refuse_credentials(self.mlflow)
         check_json("trainer_args", self.trainer_args)

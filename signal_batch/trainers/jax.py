@@ -52,11 +52,11 @@ NORM_EPSILON = 1e-6
 class Options:
     """What `trainer_args` may hold."""
 
-    width: int = 32
+    width: int = 16
     blocks: int = 4
     kernel: int = 7
     stride: int = 4
-    learning_rate: float = 3e-3
+    learning_rate: float = 1e-2
     warmup_fraction: float = 0.1
     weight_decay: float = 0.05
     label_smoothing: float = 0.0

@@ -87,6 +87,17 @@ def nothing_to_warn_of(message: str) -> None:
 # --- what is there -------------------------------------------------------------------------------
 
 
+def test_a_changed_document_is_noticed(tmp_path: Path) -> None:
+    made = saved(tmp_path, 4, 9)
+    document = document_of(tmp_path, 9)
+    changed = document.read_text().replace('"records": ', '"records": 1', 1)
+    assert json.loads(changed)["cursor"]["step"] == 9
+    document.write_text(changed)
+    told: list[str] = []
+    same(made.newest(told.append), at(4))
+    assert "changed after it was written" in told[0]
+
+
 def test_there_is_none_at_first(tmp_path: Path) -> None:
     made = checkpoints(tmp_path / "out")
     assert made.newest(nothing_to_warn_of) is None
@@ -107,7 +118,11 @@ def test_what_is_written(tmp_path: Path) -> None:
     digest = sha256(payload).hexdigest()
     file = f"step-000000012-{digest[:12]}.safetensors"
     assert names(tmp_path) == [file, "step-000000012.json"]
-    assert json.loads(document_of(tmp_path, 12).read_text()) == {
+    document = json.loads(document_of(tmp_path, 12).read_text())
+    said = document.pop("digest")
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert said == sha256(text.encode()).hexdigest()
+    assert document == {
         "run_key": KEY,
         "identity": IDENTITY,
         "cursor": {"step": 12, "records": 96},

@@ -269,42 +269,52 @@ def _watch_saving(rank: int) -> None:
     From step `save` on, at the `place` that an action names: `half` of the arrays is written, all
     of them `between` them and the document, or both `before` old checkpoints are removed.
     """
-    write, put, remove = (
+    kept = store.OutputStore
+    write, put, put_document, remove = (
         store._write_durably,
-        store.OutputStore.put_document,
-        store.OutputStore.remove,
+        kept.put_object,
+        kept.put_document,
+        kept.remove,
     )
     saved = 0
 
-    def maybe_killed(place: str) -> None:
-        for number, action in enumerate(_actions()):
-            late = "save" in action and saved >= action["save"] and action["place"] == place
-            if late and _unused(number, action):
-                if place == "half":
-                    (path, payload) = half
-                    path.write_bytes(payload[: len(payload) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
+    def due(place: str) -> bool:
+        return any(
+            saved >= action["save"] and action["place"] == place and _unused(number, action)
+            for number, action in enumerate(_actions())
+            if "save" in action
+        )
+
+    def kill() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def put_object(self: store.OutputStore, path: str, payload: bytes) -> None:
+        nonlocal saved
+        if path.startswith("_checkpoints/step-"):
+            saved = int(path[18:27])
+        put(self, path, payload)
 
     def write_durably(path: Path, payload: bytes) -> None:
-        nonlocal saved, half
-        if path.name.startswith("step-") and ".safetensors." in path.name:
-            saved, half = int(path.name[5:14]), (path, payload)
-            maybe_killed("half")
+        if ".safetensors." in path.name and due("half"):
+            path.write_bytes(payload[: len(payload) // 2])
+            kill()
         write(path, payload)
 
-    def put_document(self: store.OutputStore, path: str, document: Mapping[str, Any]) -> None:
-        maybe_killed("between")
-        put(self, path, document)
+    def put_document_noted(self: store.OutputStore, path: str, value: Mapping[str, Any]) -> None:
+        if due("between"):
+            kill()
+        put_document(self, path, value)
         _record({"event": "wrote", "rank": rank, "path": path})
 
     def remove_all(self: store.OutputStore, paths: Any) -> None:
-        maybe_killed("before")
+        if due("before"):
+            kill()
         remove(self, paths)
 
-    half: tuple[Path, bytes] = Path(), b""
     store._write_durably = write_durably
-    store.OutputStore.put_document = put_document  # type: ignore[method-assign]
-    store.OutputStore.remove = remove_all  # type: ignore[method-assign]
+    kept.put_object = put_object  # type: ignore[method-assign]
+    kept.put_document = put_document_noted  # type: ignore[method-assign]
+    kept.remove = remove_all  # type: ignore[method-assign]
 
 
 # --- the other end of it -----------------------------------------------------------------------
