@@ -29,8 +29,8 @@ from signal_batch.splits import survey
 from signal_batch.statistics import Statistics
 from signal_batch.store import OutputStore
 from signal_batch.trainers import resolve_trainer
-from signal_batch.training import BatchSpec, Label, Trainer
-from signal_batch.training_job import ARRAYS, MODEL, TrainPlan
+from signal_batch.training import Label, Trainer
+from signal_batch.training_job import ARRAYS, MODEL, TrainPlan, batch_spec_of
 from signal_batch.training_spec import SIDES, TrainSpec
 
 
@@ -99,7 +99,7 @@ def read_model(uri: str) -> Model:
             spec, plan, None if statistics is None else Statistics.from_json(statistics)
         )
         trainer = resolve_trainer(spec.trainer)[0]()
-        trainer.init(_alone(spec, plan), spec.trainer_args)
+        trainer.init(batch_spec_of(spec, plan), spec.trainer_args)
         trainer.load(load(arrays))
         identity = digest([manifest["run_key"], hashes[ARRAYS]])
     except (KeyError, TypeError, ValueError, SafetensorError) as exc:
@@ -169,18 +169,6 @@ def _read(store: OutputStore, name: str, hashes: Mapping[str, str]) -> bytes:
             "train again into another folder, or restore the file"
         )
     return payload
-
-
-def _alone(spec: TrainSpec, plan: TrainPlan) -> BatchSpec:
-    return BatchSpec(
-        arrays=plan.arrays,
-        inputs=plan.inputs,
-        target=spec.target,
-        classes=plan.classes,
-        batch_size=spec.batch_size,
-        total_steps=plan.total_steps,
-        seed=spec.seed,
-    )
 
 
 def _as_column(classes: Sequence[Label]) -> Array:

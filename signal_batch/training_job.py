@@ -120,21 +120,10 @@ class TrainJob:
         """The side that is evaluated while training: validation, or test without one."""
         return next((side for side in ("validation", "test") if len(self.sides[side])), None)
 
-    def batch_spec(self, *, rank: int = 0, coordinator: str | None = None) -> BatchSpec:
-        """What the trainer of one rank is told."""
-        ranks = self.spec.execution.ranks
-        return BatchSpec(
-            arrays=self.plan.arrays,
-            inputs=self.plan.inputs,
-            target=self.spec.target,
-            classes=self.plan.classes,
-            batch_size=self.spec.batch_size // ranks,
-            total_steps=self.plan.total_steps,
-            seed=self.spec.seed,
-            rank=rank,
-            world=ranks,
-            coordinator=coordinator,
-        )
+    def batch_spec(self, rank: int | None = None, coordinator: str | None = None) -> BatchSpec:
+        """What the trainer of one rank is told, or without a rank one that works alone."""
+        ranks = 1 if rank is None else self.spec.execution.ranks
+        return batch_spec_of(self.spec, self.plan, rank or 0, ranks, coordinator)
 
     def to_json(self) -> dict[str, Any]:
         """The order of a worker program; the sides are read from the output folder."""
@@ -158,6 +147,28 @@ class TrainJob:
             identity=value["identity"],
             run_key=value["run_key"],
         )
+
+
+def batch_spec_of(
+    spec: TrainSpec,
+    plan: TrainPlan,
+    rank: int = 0,
+    world: int = 1,
+    coordinator: str | None = None,
+) -> BatchSpec:
+    """What a trainer is told of the batches that a run planned."""
+    return BatchSpec(
+        arrays=plan.arrays,
+        inputs=plan.inputs,
+        target=spec.target,
+        classes=plan.classes,
+        batch_size=spec.batch_size // world,
+        total_steps=plan.total_steps,
+        seed=spec.seed,
+        rank=rank,
+        world=world,
+        coordinator=coordinator,
+    )
 
 
 def claim_training(job: TrainJob) -> TrainJob:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
 
 import numpy as np
 
@@ -95,8 +94,7 @@ def check_trainer(job: TrainJob) -> None:
     if (OutputStore(job.spec.output).read_claim() or {}).get("run_key") == job.run_key:
         return
     make_trainer, _ = resolve_trainer(job.spec.trainer)
-    alone = replace(job.batch_spec(), world=1, coordinator=None)
-    make_trainer().init(alone, job.spec.trainer_args)
+    make_trainer().init(job.batch_spec(), job.spec.trainer_args)
 
 
 def _steps(spec: TrainSpec, found: Survey) -> tuple[int, int]:

@@ -71,7 +71,7 @@ def evaluate_model(job: TrainJob, emit: Emit) -> None:
             f"{job.spec.output} has no whole checkpoint of the last step; run the same command "
             "again"
         )
-    trainer = _trainer(job, 0, None)
+    trainer = _trainer(job)
     trainer.load(checkpoint.arrays)
     ready = preparation(job)
     results = {}
@@ -138,7 +138,8 @@ class _Loop:
         trainer = _trainer(self.job, self.rank, self.coordinator)
         self._resume(trainer)
         total = self.job.plan.total_steps
-        self.emit({"event": "started", "step": self.step})
+        if self.leads:
+            self.emit({"event": "started", "step": self.step})
         if self.step < total:
             try:
                 self._train(trainer, total)
@@ -281,10 +282,10 @@ def _buckets(job: TrainJob) -> npt.NDArray[np.uint8]:
     return buckets_of(found, lengths.buckets)
 
 
-def _trainer(job: TrainJob, rank: int, coordinator: str | None) -> Trainer:
+def _trainer(job: TrainJob, rank: int | None = None, coordinator: str | None = None) -> Trainer:
     make_trainer, _ = resolve_trainer(job.spec.trainer)
     trainer = make_trainer()
-    trainer.init(job.batch_spec(rank=rank, coordinator=coordinator), job.spec.trainer_args)
+    trainer.init(job.batch_spec(rank, coordinator), job.spec.trainer_args)
     return trainer
 
 
@@ -305,7 +306,7 @@ def _checkpoints(job: TrainJob) -> Checkpoints:
 def _side_batches(
     job: TrainJob, side: str, fetch: BatchFetcher, ready: Preparation, emit: Emit
 ) -> Iterator[Iterator[ModelBatch]]:
-    """A side in ordinal order, in batches of the size that the trainer was told."""
+    """A side in ordinal order, in batches no larger than a rank's."""
     execution = job.spec.execution
     size = job.spec.batch_size // execution.ranks
     with evaluation_batches(
