@@ -25,7 +25,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import jax
@@ -113,6 +113,11 @@ class JaxTrainer(Classifier):
         with _one_thread():
             mesh = _mesh()
         self._everywhere, self._by_record = _shardings(mesh)
+        platform = mesh.local_devices[0].platform
+        self._step, self._predict = (
+            _compiled(_step, (1,), platform),
+            _compiled(_predict, (), platform),
+        )
         if batch_spec.world > 1:
             with _silent():
                 self._meet()
@@ -138,7 +143,7 @@ class JaxTrainer(Classifier):
             arrays["position"] = batch["position"].astype(np.uint32)
         arrays = jax.tree.map(self._divided, arrays)
         try:
-            self._state, metrics = _step(self._fixed, self._state, arrays)
+            self._state, metrics = self._step(self._fixed, self._state, arrays)
             return {name: float(value) for name, value in metrics.items()}
         except jax.errors.JaxRuntimeError as exc:
             if self.spec.world == 1:
@@ -161,7 +166,7 @@ class JaxTrainer(Classifier):
             name: np.pad(value, [(0, missing)] + [(0, 0)] * (value.ndim - 1))
             for name, value in arrays.items()
         }
-        found = _predict(self._graph, jax.tree.map(_local, self._state["model"]), filled)
+        found = self._predict(self._graph, jax.tree.map(_local, self._state["model"]), filled)
         return {"probabilities": np.array(found)[:records]}
 
     def state(self) -> State:
@@ -310,9 +315,11 @@ def _shared(sharding: NamedSharding, array: Array) -> jax.Array:
 def _one_thread() -> Iterator[None]:
     """While JAX's CPU client is made: give it one thread, unless a person has set a number.
 
-    With more, sums are added up in another order (jaxlib 0.10.2: five steps on one and on two
-    cores end with different bits, whatever `--xla_cpu_multi_thread_eigen` says), so a run could
-    not be repeated on another machine.
+    XLA adds up in an order that depends on the number of threads, by default that of cores: with
+    jaxlib 0.10.2 a few steps end with other bits for 1, 2 and 8, whatever
+    `--xla_cpu_multi_thread_eigen` says, so a run could not be repeated on another machine. On two
+    cores one thread is about a fifth slower than two (175 and 144 ms a step); ranks make better
+    use of more cores. There is no effect if JAX has computed before in this process.
     """
     ours = [] if any(name in os.environ for name in THREAD_VARIABLES) else THREAD_VARIABLES
     os.environ.update(dict.fromkeys(ours, "1"))
@@ -456,6 +463,17 @@ def _mean(x: jax.Array, mask: jax.Array | None) -> jax.Array:
 # --- a step ------------------------------------------------------------------------------------
 
 
+@cache
+def _compiled(function: Callable[..., Any], donated: tuple[int, ...], platform: str) -> Any:
+    """A function of something fixed and of arrays, compiled once for each shape of these.
+
+    On a CPU most of the time goes into library routines: what LLVM could still do to the code
+    around them takes 1.7 of 5 seconds to compile, and makes a step no faster.
+    """
+    options = {"xla_backend_optimization_level": 1} if platform == "cpu" else None
+    return jax.jit(function, static_argnums=0, donate_argnums=donated, compiler_options=options)
+
+
 @dataclass(frozen=True)
 class _Fixed:
     """What a step does not learn; compiled code is kept for each."""
@@ -467,7 +485,6 @@ class _Fixed:
     everywhere: NamedSharding
 
 
-@partial(jax.jit, static_argnums=0, donate_argnums=1)
 def _step(fixed: _Fixed, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """The next state, and `loss`, `accuracy` and `learning_rate` of this step."""
     options = fixed.options
@@ -508,7 +525,6 @@ def _dropped(rate: float, seed: int, positions: jax.Array | None, x: jax.Array) 
     return jnp.where(kept, x / (1 - rate), 0)
 
 
-@partial(jax.jit, static_argnums=0)
 def _predict(graph: nnx.GraphDef[Network], params: Tree, batch: Tree) -> jax.Array:
     """Probabilities (records, classes)."""
     network = nnx.merge(graph, params)

@@ -561,7 +561,7 @@ def test_where_and_how_a_run_is_carried_out_does_not(
     assert changed.plan == planned(even_root).plan
 
 
-@pytest.mark.parametrize("name", set(TrainExecution.model_fields) - {"ranks"})
+@pytest.mark.parametrize("name", sorted(set(TrainExecution.model_fields) - {"ranks"}))
 def test_no_part_of_execution_is_in_the_run_key(even_root: Path, name: str) -> None:
     value = {"safe_decode": True, "retry_delay_s": 0.5, "stall_timeout_s": 9.0}.get(name, 7)
     changed = planned(even_root, execution={name: value})

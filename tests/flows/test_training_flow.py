@@ -89,7 +89,10 @@ class Training:
 
 
 @pytest.fixture
-def training(tmp_path: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
+def training(
+    tmp_path: Path, dataset: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Training]:
+    """After `workers`, which `start` needs and which says where modules are found."""
     monkeypatch.syspath_prepend(str(HELPERS))
     monkeypatch.setenv("PYTHONPATH", str(HELPERS))
     monkeypatch.setenv("TEST_TRAINING", str(tmp_path))
@@ -232,7 +235,8 @@ def test_a_terminated_run_leaves_no_worker_and_the_next_one_goes_on(
     file.write_text(training.spec().model_dump_json())
     process = start("train", "--spec", file)
     checkpoints = training.out / "_checkpoints"
-    wait_until(lambda: len(list(checkpoints.glob("*.json"))) > 1, 90)
+    wait_until(lambda: process.poll() or len(list(checkpoints.glob("*.json"))) > 1, 90)
+    assert process.poll() is None, process.communicate()
     process.send_signal(signal.SIGTERM)
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in training.pids), 5, 0.02)
     _, errors = process.communicate(timeout=30)

@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,6 @@ from signal_batch.trainers.jax import JaxTrainer
 RECORDS, TIME, CLASSES, STEPS, SEED = 6, 21, 3, 10, 5
 SMALL: Mapping[str, Any] = {"width": 4, "blocks": 1, "kernel": 3}
 STRIDE = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _quick_to_compile() -> Iterator[None]:
-    """A third of the time of these tests would be spent on code that then runs a few times."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 def spec(

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from signal_batch import store
 from signal_batch.checkpoints import Checkpoint, Checkpoints
 from signal_batch.errors import SignalBatchError, WorkerDiedError
 from signal_batch.training_job import read_training
@@ -167,10 +168,10 @@ def test_a_worker_killed_at_random_moments(
 
 
 def test_a_program_killed_at_random_moments(scene: Any, undisturbed: Any, processes: Any) -> None:
-    """SIGKILL, SIGTERM and Ctrl-C of the command: no worker stays, the same command goes on."""
+    """SIGKILL and Ctrl-C of the command: no worker stays, the same command goes on."""
     scene.act(step_s=STEP_S)
     chance = random.Random(23)
-    for how in (signal.SIGKILL, signal.SIGINT, signal.SIGTERM):
+    for how in (signal.SIGKILL, signal.SIGINT):
         taken = len(scene.log())
         program = scene.start(scene.spec(**LARGE))
         try:
@@ -202,9 +203,13 @@ def test_a_program_killed_at_random_moments(scene: Any, undisturbed: Any, proces
 
 
 def test_every_kind_of_death_in_a_row(
-    scene: Any, undisturbed: Any, caplog: pytest.LogCaptureFixture
+    scene: Any,
+    undisturbed: Any,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Inside a save, by the kernel, by an exit of its own, by a hang that nobody ends but we."""
+    """Inside a save, by the kernel, by an exit of its own, by a hang that nobody ends but we,
+    while the model is judged, and as it is to be published."""
     scene.act(
         {"save": 9, "place": "half"},
         {"save": 40, "place": "between"},
@@ -213,22 +218,30 @@ def test_every_kind_of_death_in_a_row(
         {"step": 160, "do": "exit", "code": 0},
         {"step": 200, "do": "exit", "code": 9},
         {"step": 240, "do": "hang"},
+        {"judging": 1},
     )
-    with caplog.at_level(logging.WARNING, "signal_batch.training_runner"):
-        scene.train(**LARGE, execution={"retries": 12, "stall_timeout_s": STALL_S})
+    caplog.set_level(logging.WARNING, "signal_batch.training_runner")
+    with monkeypatch.context() as patch:
+        patch.setattr("signal_batch.training_runner.publish", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            scene.train(**LARGE, execution={"retries": 12, "stall_timeout_s": STALL_S})
+    assert not (scene.folder / "out" / "_manifest.json").exists()
+    scene.train(**LARGE)
     told = [record.getMessage() for record in caplog.records]
     causes = [
         *["was killed by SIGKILL (out of memory?)"] * 4,
         *("ended with exit code 0", "ended with exit code 9"),
         f"said nothing for {STALL_S} s and was killed",
+        "was killed by SIGKILL (out of memory?)",
     ]
     found = [cause for line in told for cause in sorted({*causes}) if cause in line]
     assert found == causes
     assert all("; going on from the last checkpoint in 0.0 s" in line for line in told)
+    assert [line.startswith("evaluating the model") for line in told] == [False] * 7 + [True]
     scene.check_same("out", undisturbed.folder / "out")
     check_records(scene, undisturbed)
     taken = attempts(scene.log())
-    assert len(taken) == len(causes) + 1
+    assert len(taken) == len(causes), "the last one died in the evaluation, of no step"
     assert [steps[-1] for steps in taken[3:]] == [120, 160, 200, 240, STEPS]
     half, between, before = (steps[-1] for steps in taken[:3])
     assert half >= 9
@@ -239,6 +252,10 @@ def test_every_kind_of_death_in_a_row(
     assert taken[2][0] <= 40
     assert taken[3][0] > 80
     assert scene.json("model.json")["timing"]["attempts"] <= len(taken)
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_what_a_trainer_does_wrong_is_not_tried_again_and_can_be_mended(
@@ -256,8 +273,8 @@ def test_what_a_trainer_does_wrong_is_not_tried_again_and_can_be_mended(
         assert type(caught.value) is SignalBatchError
         return attempts(scene.log())[known:]
 
-    (taken,) = fails("ZeroDivisionError: no such luck", {"step": 60, "do": "raise"})
-    assert taken == list(range(1, 61))
+    (taken,) = fails("ZeroDivisionError: no such luck", {"step": 40, "do": "raise"})
+    assert taken == list(range(1, 41))
     documents = sorted(folder.glob("*.json"))
     assert len(documents) == 3
     for document in documents:
@@ -267,18 +284,18 @@ def test_what_a_trainer_does_wrong_is_not_tried_again_and_can_be_mended(
     first, second = fails(
         "MemoryError: Unable to allocate 1.00 PiB",
         {"step": 30, "do": "kill"},
-        {"step": 50, "do": "allocate"},
+        {"step": 120, "do": "allocate"},
     )
     assert first == list(range(1, 31))
     assert 1 < second[0] <= 30
-    assert second[-1] == 50
+    assert second[-1] == 120
 
-    older, newest = two_newest(folder, 50)
+    older, newest = two_newest(folder)
     newest.write_bytes(newest.read_bytes()[:-1000])
-    (taken,) = fails("ZeroDivisionError", {"step": 90, "do": "raise"})
+    (taken,) = fails("ZeroDivisionError", {"step": 160, "do": "raise"})
     assert taken[0] == step_of(older) + 1
 
-    older, newest = two_newest(folder, 90)
+    older, newest = two_newest(folder)
     newest.unlink()
     changed = bytearray(older.read_bytes())
     changed[-5] ^= 1
@@ -300,10 +317,9 @@ def test_what_a_trainer_does_wrong_is_not_tried_again_and_can_be_mended(
     check_records(scene, undisturbed)
 
 
-def two_newest(folder: Path, last: int) -> list[Path]:
-    """The arrays of the two newest checkpoints up to a step, ascending."""
-    names = sorted(path.stem for path in folder.glob("*.json"))
-    newest = [name for name in names if int(name[5:14]) <= last][-2:]
+def two_newest(folder: Path) -> list[Path]:
+    """The arrays of the two newest checkpoints, ascending."""
+    newest = sorted(path.stem for path in folder.glob("*.json"))[-2:]
     return [next(folder.glob(f"{name}-*.safetensors")) for name in newest]
 
 
@@ -337,6 +353,27 @@ def test_damaged_checkpoints_further_on_do_not_displace_new_ones(undisturbed: An
     save(9)
     assert checkpoints.steps() == [9]
     assert len(list(folder.iterdir())) == 2
+
+
+def test_a_save_survives_that_another_run_clears_it_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run takes what another one is writing for what a killed run left."""
+    write = store._write_durably
+    cleared: list[Path] = []
+
+    def write_and_lose(path: Path, payload: bytes) -> None:
+        write(path, payload)
+        if not cleared:
+            cleared.append(path)
+            path.unlink()
+
+    monkeypatch.setattr(store, "_write_durably", write_and_lose)
+    store.OutputStore(str(tmp_path)).put_object("object", b"payload")
+    assert len(cleared) == 1
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [
+        ("object", b"payload")
+    ]
 
 
 # --- the built-in trainers ----------------------------------------------------------------------
