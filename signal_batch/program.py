@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from signal_batch.errors import SignalBatchError, error_event
+from signal_batch.errors import SignalBatchError, WorkerDiedError, error_event
 
 Emit = Callable[[dict[str, Any]], None]
 Work = Callable[[dict[str, Any], Emit], None]
@@ -38,6 +38,9 @@ def serve(work: Work) -> int:
         emit({"event": "done"})
     except SignalBatchError as exc:
         emit(error_event(exc))
+        return 1
+    except MemoryError as exc:  # as if the system had killed it: there may be more another time
+        emit(error_event(WorkerDiedError(f"a worker ran out of memory: {exc}")))
         return 1
     except Exception as exc:
         traceback.print_exc()
