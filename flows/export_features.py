@@ -11,6 +11,7 @@ from flows.careful import flow
 from signal_batch.job import Outcome, progress_of
 from signal_batch.specs import ExportSpec
 from tasks import export as tasks
+from tasks import inputs
 
 
 def _run_name() -> str:
@@ -29,9 +30,9 @@ def export_features(spec: ExportSpec) -> Outcome:
     The same call again finishes what an earlier one left, and does nothing on a complete output.
     """
     started = time.monotonic()
-    tasks.validate_dataset(spec)
-    pin = tasks.pin_inputs(spec)
-    selection = tasks.select_records(spec, pin)
+    inputs.validate_dataset(spec)
+    pin = inputs.pin_inputs(spec)
+    selection = inputs.select_records(spec, pin)
     job = tasks.plan_parts(spec, pin, selection)
     if standing := progress_of(job).manifest:
         outcome = Outcome(standing, already_complete=True)

@@ -8,6 +8,7 @@ from flows.careful import flow
 from signal_batch.publishing import TrainOutcome
 from signal_batch.training_job import standing_model
 from signal_batch.training_spec import TrainSpec
+from tasks import inputs
 from tasks import training as tasks
 
 
@@ -22,9 +23,9 @@ def train_model(spec: TrainSpec) -> TrainOutcome:
 
     The same call again goes on from the newest checkpoint, and does nothing on a complete model.
     """
-    tasks.validate_dataset(spec)
-    pin = tasks.pin_inputs(spec)
-    selection = tasks.select_records(spec, pin)
+    inputs.validate_dataset(spec)
+    pin = inputs.pin_inputs(spec)
+    selection = inputs.select_records(spec, pin)
     job = tasks.plan_run(spec, pin, selection)
     if standing := standing_model(job):
         outcome = TrainOutcome(standing, already_complete=True)

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Protocol, TypeAlias, runtime_checkable
 import numpy as np
 
 from signal_batch.batches import Array
+from signal_batch.errors import SpecError
 
 ModelBatch: TypeAlias = dict[str, Array]
 Metrics: TypeAlias = Mapping[str, float]
@@ -91,6 +92,25 @@ class Trainer(Protocol):
 
     def load(self, state: State) -> None:
         """Go on from what `state` returned, after `init` with the same arguments."""
+
+
+def check_classes(spec: BatchSpec, trainer: str) -> None:
+    """Refuse batches without at least two classes to learn; `trainer` begins the message.
+
+    Raises `SpecError`.
+    """
+    if spec.target is None:
+        raise SpecError(f"{trainer} learns classes: give the column to learn as target")
+    if not spec.classes:
+        raise SpecError(
+            f"target {spec.target!r} is a float, and {trainer} learns classes; choose a target "
+            "of whole numbers, text or booleans"
+        )
+    if len(spec.classes) < 2:
+        raise SpecError(
+            f"target {spec.target!r} is {spec.classes[0]!r} in every record; there must be two "
+            "classes at least to learn from"
+        )
 
 
 class Classifier:

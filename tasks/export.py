@@ -21,31 +21,11 @@ from signal_batch.processes import run_worker, stop_workers
 from signal_batch.report import human_bytes
 from signal_batch.selection import Selection
 from signal_batch.specs import ExportSpec
-from signal_batch.validation import validate
 from tasks.fanout import run_bounded
 from tasks.policy import retry_delays, task
 from tasks.tracking import report_rows, tracked
-from tasks.validation import raise_faults
 
 ShardRow = dict[str, Any]
-
-
-@task(name="validate dataset")
-def validate_dataset(spec: ExportSpec) -> None:
-    """Every shard object is there with its size, and the metadata reads."""
-    result = validate(spec.dataset)
-    raise_faults(result)
-    get_run_logger().info("%s: %d records, sound", spec.dataset, result.pin.record_count)
-
-
-@task(name="pin annotations")
-def pin_inputs(spec: ExportSpec) -> Pin:
-    return planning.pin_inputs(spec)
-
-
-@task(name="select records")
-def select_records(spec: ExportSpec, pin: Pin) -> Selection:
-    return planning.select(spec, pin)
 
 
 @task(name="plan parts")

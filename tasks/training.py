@@ -8,7 +8,6 @@ from typing import Any
 from prefect import Task, get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
-from signal_batch import planning
 from signal_batch.pins import Pin
 from signal_batch.processes import stop_workers
 from signal_batch.publishing import TrainOutcome, publish
@@ -18,28 +17,8 @@ from signal_batch.training_job import TrainJob, claim_training
 from signal_batch.training_planning import check_trainer, plan_training
 from signal_batch.training_runner import RunListener
 from signal_batch.training_spec import TrainSpec
-from signal_batch.validation import validate
 from tasks.policy import retry_delays, task
 from tasks.tracking import RunProgress, tracked
-from tasks.validation import raise_faults
-
-
-@task(name="validate dataset")
-def validate_dataset(spec: TrainSpec) -> None:
-    """Every shard object is there with its size, and the metadata reads."""
-    result = validate(spec.dataset)
-    raise_faults(result)
-    get_run_logger().info("%s: %d records, sound", spec.dataset, result.pin.record_count)
-
-
-@task(name="pin annotations")
-def pin_inputs(spec: TrainSpec) -> Pin:
-    return planning.pin_inputs(spec)
-
-
-@task(name="select records")
-def select_records(spec: TrainSpec, pin: Pin) -> Selection:
-    return planning.select(spec, pin)
 
 
 @task(name="split and plan")

@@ -37,7 +37,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from signal_batch.batches import Array
 from signal_batch.errors import SpecError, WorkerDiedError
-from signal_batch.training import BatchSpec, Classifier, Metrics, ModelBatch, State
+from signal_batch.training import BatchSpec, Classifier, Metrics, ModelBatch, State, check_classes
 
 Tree: TypeAlias = Any  # nested dicts and tuples of arrays, as JAX passes them around
 
@@ -228,18 +228,7 @@ def _is_number(value: Any) -> bool:
 
 def _check_batches(spec: BatchSpec) -> int:
     """How many channels the stem sees."""
-    if spec.target is None:
-        raise SpecError("trainer jax learns classes: give the column to learn as target")
-    if not spec.classes:
-        raise SpecError(
-            f"target {spec.target!r} is a float, and trainer jax learns classes; choose a target "
-            "of whole numbers, text or booleans"
-        )
-    if len(spec.classes) < 2:
-        raise SpecError(
-            f"target {spec.target!r} is {spec.classes[0]!r} in every record; there must be two "
-            "classes at least to learn from"
-        )
+    check_classes(spec, "trainer jax")
     if len(spec.inputs) != 1:
         raise SpecError(
             f"trainer jax sees one input, not {', '.join(spec.inputs) or 'none'}; choose it with "

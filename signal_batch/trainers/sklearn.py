@@ -43,6 +43,7 @@ from signal_batch.training import (
     Metrics,
     ModelBatch,
     State,
+    check_classes,
     cross_entropy,
 )
 
@@ -209,18 +210,7 @@ class SklearnTrainer(Classifier):
 
 
 def _check_batches(spec: BatchSpec, width: int) -> None:
-    if spec.target is None:
-        raise SpecError("trainer sklearn learns classes: give the column to learn as target")
-    if not spec.classes:
-        raise SpecError(
-            f"target {spec.target!r} is a float, and trainer sklearn learns classes; choose a "
-            "target of whole numbers, text or booleans"
-        )
-    if len(spec.classes) < 2:
-        raise SpecError(
-            f"target {spec.target!r} is {spec.classes[0]!r} in every record; there must be two "
-            "classes at least to learn from"
-        )
+    check_classes(spec, "trainer sklearn")
     if not width:
         raise SpecError("trainer sklearn has nothing to learn from: the inputs hold no values")
 

@@ -17,6 +17,8 @@ from signal_batch import errors
 from signal_batch.specs import Execution
 from tasks import export as export_tasks
 from tasks import fanout, policy, validation
+from tasks import inputs as input_tasks
+from tasks import training as training_tasks
 
 CLASSES = [
     value
@@ -24,13 +26,19 @@ CLASSES = [
     if isinstance(value, type) and issubclass(value, errors.SignalBatchError)
 ]
 TASKS = [
-    export_tasks.validate_dataset,
-    export_tasks.pin_inputs,
-    export_tasks.select_records,
+    input_tasks.validate_dataset,
+    input_tasks.pin_inputs,
+    input_tasks.select_records,
     export_tasks.plan_parts,
     export_tasks.export_shard,
     export_tasks.commit_output,
     export_tasks.report_run,
+    training_tasks.plan_run,
+    training_tasks.measure_statistics,
+    training_tasks.take_steps,
+    training_tasks.evaluate_model,
+    training_tasks.publish_model,
+    training_tasks.report_run,
     validation.check_dataset,
 ]
 
