@@ -1,7 +1,7 @@
 """The built-in trainer `jax`: a small 1-D residual network in Flax NNX, trained with Optax.
 
 It classifies one input of shape (channels, time) or (time,), float or complex; a complex channel
-becomes two, its real and its imaginary part, and a third, its log power (see `_features`)::
+becomes two, its real and its imaginary part, and a third, its log power (see `jax_network`)::
 
     stem      convolution with a stride
     blocks    each: normalise, ReLU, convolve, normalise, ReLU, convolve; added to what went in
@@ -14,16 +14,13 @@ on the other records of its batch, on how a batch is divided among ranks, or on 
 
 Everything that was learned is in the arrays of the state, and a step is a pure function of them
 and of the batch. On a CPU the same steps give the same bits on any number of cores, as JAX is told
-to compute on one: see `_one_thread`.
+to compute on one: see `jax_devices`.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import cache, partial
 from typing import Any, TypeAlias
@@ -33,60 +30,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped,unused-ignore]
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from signal_batch.batches import Array
 from signal_batch.errors import SpecError, WorkerDiedError
+from signal_batch.trainers import jax_devices as devices
+from signal_batch.trainers.jax_network import Network, Options
 from signal_batch.training import BatchSpec, Classifier, Metrics, ModelBatch, State, check_classes
 
 Tree: TypeAlias = Any  # nested dicts and tuples of arrays, as JAX passes them around
 
-#: Both are read when JAX's CPU client is made; older versions know the second only.
-THREAD_VARIABLES = ("PJRT_NPROC", "NPROC")
-#: Log powers are cut off here: a record of unit power, and 40 dB below.
-SMALLEST_POWER = 1e-4
-NORM_EPSILON = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What `trainer_args` may hold."""
-
-    width: int = 16
-    blocks: int = 4
-    kernel: int = 7
-    stride: int = 4
-    learning_rate: float = 1e-2
-    warmup_fraction: float = 0.1
-    weight_decay: float = 0.05
-    label_smoothing: float = 0.0
-    clip_norm: float = 1.0
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("width", "blocks", "kernel", "stride"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise SpecError(f"trainer jax: {name} must be a positive integer, not {value!r}")
-        if self.kernel % 2 == 0:
-            raise SpecError(f"trainer jax: kernel must be odd, not {self.kernel}")
-        for name in ("learning_rate", "clip_norm"):
-            if not _is_number(value := getattr(self, name)) or value <= 0:
-                raise SpecError(f"trainer jax: {name} must be a positive number, not {value!r}")
-        if not _is_number(self.weight_decay) or self.weight_decay < 0:
-            raise SpecError(
-                f"trainer jax: weight_decay must be 0 or a positive number, not "
-                f"{self.weight_decay!r}"
-            )
-        for name in ("warmup_fraction", "label_smoothing", "dropout"):
-            if not _is_number(value := getattr(self, name)) or not 0 <= value < 1:
-                raise SpecError(
-                    f"trainer jax: {name} must be a number from 0 to less than 1, not {value!r}"
-                )
-
 
 class JaxTrainer(Classifier):
-    """Trains the network of this module with AdamW; see `Options` for what can be set.
+    """Trains the network of `jax_network` with AdamW; see `Options` for what can be set.
 
     The learning rate rises linearly for `warmup_fraction` of all steps, then falls to zero along a
     cosine. Gradients longer than `clip_norm` are cut to it. Weight decay spares biases and norms.
@@ -109,17 +65,17 @@ class JaxTrainer(Classifier):
         self.spec = batch_spec
         self.options = _options(options)
         channels = _check_batches(batch_spec)
-        _join(batch_spec)
-        with _one_thread():
-            mesh = _mesh()
-        self._everywhere, self._by_record = _shardings(mesh)
+        devices.join(batch_spec)
+        with devices.one_thread():
+            mesh = devices.mesh()
+        self._everywhere, self._by_record = devices.shardings(mesh)
         platform = mesh.local_devices[0].platform
         self._step, self._predict = (
             _compiled(_step, (1,), platform),
             _compiled(_predict, (), platform),
         )
         if batch_spec.world > 1:
-            with _silent():
+            with devices.silent():
                 self._meet()
         network = Network(
             np.random.default_rng(batch_spec.seed), channels, len(batch_spec.classes), self.options
@@ -166,12 +122,14 @@ class JaxTrainer(Classifier):
             name: np.pad(value, [(0, missing)] + [(0, 0)] * (value.ndim - 1))
             for name, value in arrays.items()
         }
-        found = self._predict(self._graph, jax.tree.map(_local, self._state["model"]), filled)
+        found = self._predict(
+            self._graph, jax.tree.map(devices.local, self._state["model"]), filled
+        )
         return {"probabilities": np.array(found)[:records]}
 
     def state(self) -> State:
         """Copies of all arrays, by names such as `model/stem/kernel`, `optimizer/1/count`."""
-        return {name: np.array(_local(leaf)) for name, leaf in _named(self._state)}
+        return {name: np.array(devices.local(leaf)) for name, leaf in _named(self._state)}
 
     def load(self, state: State) -> None:
         """Go on from `state`, of which copies are kept; `SpecError` if it is another network's."""
@@ -198,15 +156,15 @@ class JaxTrainer(Classifier):
         """Add up a one from every rank, so that ranks that cannot connect fail here."""
         ones = self._divided(np.ones(1, np.float32))
         total = jax.jit(jnp.sum, out_shardings=self._everywhere)(ones)
-        assert float(_local(total)) == self.spec.world
+        assert float(devices.local(total)) == self.spec.world
 
     def _placed(self, tree: Tree) -> Tree:
         """The same arrays in all ranks."""
-        return jax.tree.map(lambda leaf: _shared(self._everywhere, np.asarray(leaf)), tree)
+        return jax.tree.map(lambda leaf: devices.shared(self._everywhere, np.asarray(leaf)), tree)
 
     def _divided(self, array: Array) -> jax.Array:
         """The global batch, of which every rank holds its own records."""
-        return _shared(self._by_record, array)
+        return devices.shared(self._by_record, array)
 
 
 # --- the options and the batches ---------------------------------------------------------------
@@ -220,10 +178,6 @@ def _options(given: Mapping[str, Any]) -> Options:
             f"{', '.join(names)}"
         )
     return Options(**given)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check_batches(spec: BatchSpec) -> int:
@@ -250,204 +204,6 @@ def _check_batches(spec: BatchSpec) -> int:
             "(time,)"
         )
     return channels * (3 if dtype.kind == "c" else 1)
-
-
-# --- the devices -------------------------------------------------------------------------------
-
-
-def _join(spec: BatchSpec) -> None:
-    """Meet the other ranks, unless this process already has."""
-    if spec.world == 1 or jax.distributed.is_initialized():
-        return
-    assert spec.coordinator is not None
-    # It would take SIGTERM for a notice that the machine is about to go, and not end the process.
-    with suppress(AttributeError):  # not in older versions
-        jax.config.update("jax_enable_preemption_service", False)  # type: ignore[no-untyped-call]
-    local = spec.coordinator.startswith(("127.", "localhost:"))
-    jax.distributed.initialize(
-        coordinator_address=spec.coordinator,
-        num_processes=spec.world,
-        process_id=spec.rank,
-        cluster_detection_method="deactivate",
-        # By default it would listen on every interface of the machine.
-        coordinator_bind_address=spec.coordinator if local and spec.rank == 0 else None,
-    )
-
-
-def _mesh() -> Mesh:
-    """One device of each process: of several that a process sees, its share by rank.
-
-    So ranks of one host that see the same GPUs compute on different ones.
-    """
-    devices: dict[int, list[jax.Device]] = {}
-    for device in jax.devices():
-        devices.setdefault(device.process_index, []).append(device)
-    chosen = [devices[rank][rank % len(devices[rank])] for rank in sorted(devices)]
-    return Mesh(np.array(chosen), ("data",))
-
-
-def _shardings(mesh: Mesh) -> tuple[NamedSharding, NamedSharding]:
-    """The same on every device, and divided along the record axis."""
-    specs = PartitionSpec(), PartitionSpec("data")  # type: ignore[no-untyped-call]
-    return NamedSharding(mesh, specs[0]), NamedSharding(mesh, specs[1])
-
-
-def _shared(sharding: NamedSharding, array: Array) -> jax.Array:
-    """A global array from what this rank holds of it."""
-    found: jax.Array = jax.make_array_from_process_local_data(  # type: ignore[no-untyped-call]
-        sharding, array
-    )
-    return found
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """While JAX's CPU client is made: give it one thread, unless a person has set a number.
-
-    XLA adds up in an order that depends on the number of threads, by default that of cores: with
-    jaxlib 0.10.2 a few steps end with other bits for 1, 2 and 8, whatever
-    `--xla_cpu_multi_thread_eigen` says, so a run could not be repeated on another machine. It
-    costs little: on two cores the quickest step of 64 complex records of 1024 samples took 92 ms
-    with one thread and 110 ms with two. Ranks are the way to use more cores. There is no effect
-    if JAX has computed before in this process.
-    """
-    ours = [] if any(name in os.environ for name in THREAD_VARIABLES) else THREAD_VARIABLES
-    os.environ.update(dict.fromkeys(ours, "1"))
-    try:
-        jax.devices()
-        yield
-    finally:
-        for name in ours:
-            del os.environ[name]
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """While ranks connect: Gloo writes a line about it to standard output, past Python."""
-    sys.stdout.flush()
-    kept, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-        os.close(nowhere)
-
-
-def _local(leaf: jax.Array) -> jax.Array:
-    """This rank's copy of an array that all ranks have."""
-    found: jax.Array = leaf.addressable_data(0)
-    return found
-
-
-# --- the network -------------------------------------------------------------------------------
-
-
-class Convolution(nnx.Module):
-    """(records, time, channels) -> (records, ceil(time / stride), width), zeros all around.
-
-    Output `j` is centred on input `j * stride`, so padding at the end of a record moves nothing.
-    Weights are drawn as in K. He et al., "Delving deep into rectifiers" (ICCV 2015), by NumPy:
-    the same on every device, and without compiling anything.
-    """
-
-    def __init__(
-        self, rng: np.random.Generator, channels: int, width: int, kernel: int, stride: int = 1
-    ) -> None:
-        self.stride = stride
-        scale = math.sqrt(2 / (kernel * channels))
-        weights = scale * rng.standard_normal((kernel, channels, width))
-        self.kernel = nnx.Param(weights.astype(np.float32))
-        self.bias = nnx.Param(np.zeros(width, np.float32))
-
-    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        kernel = self.kernel[...]
-        side = kernel.shape[0] // 2
-        y = jax.lax.conv_general_dilated(
-            x, kernel, (self.stride,), [(side, side)], dimension_numbers=("NWC", "WIO", "NWC")
-        )
-        return _zeroed(y + self.bias[...], mask)
-
-
-class Norm(nnx.Module):
-    """Each position over the root mean square of its channels, times a weight a channel."""
-
-    def __init__(self, width: int) -> None:
-        self.scale = nnx.Param(np.ones(width, np.float32))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        power = jnp.mean(jnp.square(x), axis=-1, keepdims=True)
-        scaled: jax.Array = x * jax.lax.rsqrt(power + NORM_EPSILON) * self.scale[...]
-        return scaled
-
-
-class Block(nnx.Module):
-    """x -> x + convolutions of x. Positions at zero stay at zero up to a convolution."""
-
-    def __init__(self, rng: np.random.Generator, width: int, kernel: int) -> None:
-        self.norm1, self.norm2 = Norm(width), Norm(width)
-        self.conv1 = Convolution(rng, width, width, kernel)
-        self.conv2 = Convolution(rng, width, width, kernel)
-
-    def __call__(self, x: jax.Array, mask: jax.Array | None) -> jax.Array:
-        y = self.conv1(jax.nn.relu(self.norm1(x)), mask)
-        return x + self.conv2(jax.nn.relu(self.norm2(y)), mask)
-
-
-class Network(nnx.Module):
-    """Logits (records, classes) of an input (records, channels, time) or (records, time).
-
-    `mask`, bool (records, time), is True where a record is real. Masked positions are zeros to
-    every convolution, and are left out of the mean.
-    """
-
-    def __init__(
-        self, rng: np.random.Generator, channels: int, classes: int, options: Options
-    ) -> None:
-        width, kernel = options.width, options.kernel
-        self.stem = Convolution(rng, channels, width, kernel, options.stride)
-        self.blocks = nnx.List([Block(rng, width, kernel) for _ in range(options.blocks)])
-        self.norm = Norm(width)
-        head = rng.standard_normal((width, classes)) / width
-        self.head = nnx.Param(head.astype(np.float32))
-        self.bias = nnx.Param(np.zeros(classes, np.float32))
-
-    def __call__(
-        self, x: jax.Array, mask: jax.Array | None, drop: Callable[[jax.Array], jax.Array]
-    ) -> jax.Array:
-        x = _zeroed(_features(x), mask)
-        mask = None if mask is None else mask[:, :: self.stem.stride]
-        x = self.stem(x, mask)
-        for block in self.blocks:
-            x = block(x, mask)
-        pooled = drop(_mean(jax.nn.relu(self.norm(x)), mask))
-        logits: jax.Array = pooled @ self.head[...] + self.bias[...]
-        return logits
-
-
-def _features(x: jax.Array) -> jax.Array:
-    """float32 (records, time, channels) of an input.
-
-    Complex values come with their log power: the envelope tells modulations apart whatever the
-    phase and carrier are, and a convolution has no square to find it with.
-    """
-    x = x if x.ndim == 3 else x[:, None]
-    if jnp.iscomplexobj(x):
-        power = jnp.square(x.real) + jnp.square(x.imag)
-        x = jnp.concatenate([x.real, x.imag, jnp.log(power + SMALLEST_POWER)], axis=1)
-    return jnp.swapaxes(x, 1, 2)
-
-
-def _zeroed(x: jax.Array, mask: jax.Array | None) -> jax.Array:
-    return x if mask is None else jnp.where(mask[:, :, None], x, 0)
-
-
-def _mean(x: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """(records, time, channels) -> (records, channels); masked positions are zero already."""
-    if mask is None:
-        return x.mean(axis=1)
-    return x.sum(axis=1) / jnp.maximum(1, mask.sum(axis=1, dtype=jnp.float32))[:, None]
 
 
 # --- a step ------------------------------------------------------------------------------------
