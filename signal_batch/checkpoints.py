@@ -32,6 +32,7 @@ from signal_batch.errors import (
 from signal_batch.specs import FIELD_DTYPES, digest
 from signal_batch.store import OutputStore, differences
 from signal_batch.training import State
+from signal_batch.training_job import TrainJob
 
 FOLDER = "_checkpoints"
 _DOCUMENT = re.compile(r"step-(\d{9})\.json")
@@ -160,6 +161,24 @@ class Checkpoints:
             key=lambda name: not name.endswith(".json"),
         )
         self._store.remove(f"{FOLDER}/{name}" for name in old)
+
+
+def checkpoints_of(job: TrainJob) -> Checkpoints:
+    """The checkpoints of a run, in its output folder."""
+    return Checkpoints(
+        job.spec.output, run_key=job.run_key, identity=job.identity, keep=job.spec.keep_checkpoints
+    )
+
+
+def last_checkpoint(job: TrainJob, warn: Warn) -> Checkpoint:
+    """What a run had learned after its last step; `DamagedOutputError` where that is not there."""
+    found = checkpoints_of(job).newest(warn)
+    if found is None or found.step != job.plan.total_steps:
+        raise DamagedOutputError(
+            f"{job.spec.output} has no whole checkpoint of the last step; run the same command "
+            "again"
+        )
+    return found
 
 
 def _packed(state: State) -> bytes:

@@ -9,7 +9,7 @@ from typing import Any
 
 from safetensors.numpy import save
 
-from signal_batch.checkpoints import Checkpoints
+from signal_batch.checkpoints import last_checkpoint
 from signal_batch.errors import DamagedOutputError
 from signal_batch.metrics import MetricLog, to_jsonl, to_parquet
 from signal_batch.mlflow_log import log_model
@@ -51,14 +51,7 @@ def publish(
     """
     store = OutputStore(job.spec.output)
     told: list[str] = []
-    checkpoints = Checkpoints(
-        job.spec.output, run_key=job.run_key, identity=job.identity, keep=job.spec.keep_checkpoints
-    )
-    last = checkpoints.newest(told.append)
-    if last is None or last.step != job.plan.total_steps:
-        raise DamagedOutputError(
-            f"{store.uri} has no whole checkpoint of the last step; run the same command again"
-        )
+    last = last_checkpoint(job, told.append)
     evaluation = _evaluation(job, store)
     history = MetricLog.from_json(last.progress["metrics"]).rows
     model = _model_document(
@@ -78,8 +71,7 @@ def publish(
     }
     for name, payload in payloads.items():
         store.put_object(name, payload)
-    store.put_document(MODEL, model)
-    payloads[MODEL] = store.read_object(MODEL) or b""
+    payloads[MODEL] = store.put_document(MODEL, model)
     manifest = {
         "format": MODEL_FORMAT,
         "format_version": SCHEMA_VERSION,
@@ -91,7 +83,7 @@ def publish(
         "spec": model["spec"],
         "trainer": job.spec.trainer,
         "steps": last.step,
-        "metrics": {side: item.get("metrics", {}) for side, item in evaluation.items()},
+        "metrics": model["metrics"],
         "versions": model["versions"],
         "files": [file_entry(name, payload) for name, payload in sorted(payloads.items())],
     }

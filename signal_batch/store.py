@@ -217,9 +217,11 @@ class OutputStore:
         """Write an object whole, in place of what may be there under that name."""
         self._replace(path, payload)
 
-    def put_document(self, path: str, document: Mapping[str, Any]) -> None:
-        """Write an object of JSON whole, in place of what may be there under that name."""
-        self._replace(path, _document(document))
+    def put_document(self, path: str, document: Mapping[str, Any]) -> bytes:
+        """Write an object of JSON whole, in place of what may be there; returns its bytes."""
+        payload = _document(document)
+        self._replace(path, payload)
+        return payload
 
     def read_object(self, path: str) -> bytes | None:
         """The bytes of an object; None if there is none."""

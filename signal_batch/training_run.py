@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,13 @@ import numpy.typing as npt
 
 from signal_batch._grain import grain
 from signal_batch.bucketing import buckets_of
-from signal_batch.checkpoints import BackgroundSaver, Checkpoint, Checkpoints, copied
+from signal_batch.checkpoints import (
+    BackgroundSaver,
+    Checkpoint,
+    checkpoints_of,
+    copied,
+    last_checkpoint,
+)
 from signal_batch.errors import DamagedOutputError
 from signal_batch.iteration import batches_in_order, global_order, iterating, training_batches
 from signal_batch.judging import REPORT_EVERY_S, evaluation_batches, floats, heard, judge
@@ -65,12 +71,7 @@ def measure_statistics(job: TrainJob, emit: Emit) -> None:
 
 def evaluate_model(job: TrainJob, emit: Emit) -> None:
     """Judge the last checkpoint on every side that is held out, and write what came out."""
-    checkpoint = _checkpoints(job).newest(_warner(emit))
-    if checkpoint is None or checkpoint.step != job.plan.total_steps:
-        raise DamagedOutputError(
-            f"{job.spec.output} has no whole checkpoint of the last step; run the same command "
-            "again"
-        )
+    checkpoint = last_checkpoint(job, _warner(emit))
     trainer = _trainer(job)
     trainer.load(checkpoint.arrays)
     ready = preparation(job)
@@ -104,15 +105,6 @@ class _Times:
     records: int = 0
     attempts: int = 0
 
-    def to_json(self) -> dict[str, float]:
-        return {
-            "train_s": self.train_s,
-            "wait_s": self.wait_s,
-            "steps": self.steps,
-            "records": self.records,
-            "attempts": self.attempts,
-        }
-
 
 @dataclass
 class _Loop:
@@ -127,7 +119,7 @@ class _Loop:
     def __post_init__(self) -> None:
         spec = self.job.spec
         self.log = MetricLog(spec.log_steps)
-        self.checkpoints = _checkpoints(self.job)
+        self.checkpoints = checkpoints_of(self.job)
         self.saver = BackgroundSaver(lambda item: self.checkpoints.save(item, versions()))
         self.ready = preparation(self.job)
         self.leads = self.rank == 0
@@ -219,7 +211,7 @@ class _Loop:
                 step=self.step,
                 records=self.step * spec.batch_size,
                 arrays=copied(trainer.state()),
-                progress={"metrics": self.log.to_json(), "times": self.times.to_json()},
+                progress={"metrics": self.log.to_json(), "times": asdict(self.times)},
             )
         )
         self._saved_step, self._saved_at = self.step, time.monotonic()
@@ -228,9 +220,7 @@ class _Loop:
             self.saver.finish()
 
     def _report(self, *, last: bool) -> None:
-        if not self.leads:
-            self._unreported = 0
-        else:
+        if self.leads:
             self._unreported += self.job.spec.batch_size
         if last or time.monotonic() - self._reported_at >= REPORT_EVERY_S:
             self.emit({"event": "progress", "rows": self._unreported, "step": self.step})
@@ -291,15 +281,6 @@ def _trainer(job: TrainJob, rank: int | None = None, coordinator: str | None = N
 
 def _fetcher(job: TrainJob) -> BatchFetcher:
     return BatchFetcher(job.pin, job.plan.columns, safe_decode=job.spec.execution.safe_decode)
-
-
-def _checkpoints(job: TrainJob) -> Checkpoints:
-    return Checkpoints(
-        job.spec.output,
-        run_key=job.run_key,
-        identity=job.identity,
-        keep=job.spec.keep_checkpoints,
-    )
 
 
 @contextmanager

@@ -102,9 +102,8 @@ class Split(Frozen):
         # 3 and 3.0 are one value, 1 and true are two.
         if len({(isinstance(item, bool), item) for item in values}) < len(values):
             raise SpecError("a split must not name the same value for two sides")
-        by_value = any(isinstance(side, tuple) for side in (*sides, self.train))
         shares = [side for side in sides if isinstance(side, float) and side]
-        if by_value and shares:
+        if self.by_value and shares:
             raise SpecError("a split goes by shares or by values, not by both")
         if any(map(str.isspace, str(self.by))):
             raise SpecError(f"a split cannot go by {self.by}: its key has a space in it")
