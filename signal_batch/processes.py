@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,12 +18,17 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import IO, Any
+from itertools import count
+from typing import IO, Any, TypeVar
 
 from signal_batch._grain import PLAIN_GRAIN
 from signal_batch.errors import SignalBatchError, StoppedError, WorkerDiedError, rebuilt_error
 from signal_batch.export import WorkOrder
+from signal_batch.specs import Execution
 from signal_batch.store import Receipt
+from signal_batch.training_spec import TrainExecution
+
+T = TypeVar("T")
 
 OnProgress = Callable[[int], None]
 #: One thread each: workers are processes, and results must not depend on how many there are.
@@ -135,6 +141,26 @@ def run_program(
         if run_id in _stopped or (abort.is_set() and code < 0):
             raise StoppedError("the run was stopped")
         raise error or WorkerDiedError(_cause_of_death(child, code, _tail(log)))
+
+
+def retried(
+    run: Callable[[], T],
+    execution: Execution | TrainExecution,
+    pause: Callable[[SignalBatchError, float], object],
+) -> T:
+    """Run, and again after a failure that may pass, `execution.retries` times at most.
+
+    `pause(failure, seconds)` is called before each further attempt and is to wait; the seconds
+    double, with jitter.
+    """
+    for attempt in count():
+        try:
+            return run()
+        except SignalBatchError as exc:
+            if not exc.transient or attempt >= execution.retries:
+                raise
+            pause(exc, execution.retry_delay_s * 2**attempt * random.uniform(1.0, 1.5))
+    raise AssertionError("attempts do not end by themselves")
 
 
 def stop_workers(run_id: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import threading
 import uuid
 from collections.abc import Callable, Sequence
@@ -13,7 +12,7 @@ from signal_batch.errors import SignalBatchError
 from signal_batch.job import ExportJob, Outcome, claim, commit, progress_of
 from signal_batch.plan import Shard
 from signal_batch.planning import prepare
-from signal_batch.processes import run_worker, stop_workers
+from signal_batch.processes import retried, run_worker, stop_workers
 from signal_batch.specs import ExportSpec
 from signal_batch.store import Receipt
 
@@ -61,14 +60,10 @@ def _run_shards(job: ExportJob, shards: Sequence[Shard], report: OnProgress) -> 
 def _with_retries(
     job: ExportJob, shard: Shard, report: OnProgress, run_id: str, stopping: threading.Event
 ) -> list[Receipt]:
-    attempt = 0
-    while True:
-        try:
-            return run_worker(job.order(shard), report, run_id=run_id)
-        except SignalBatchError as exc:
-            if not exc.transient or attempt >= job.spec.execution.retries:
-                raise
-            pause = job.spec.execution.retry_delay_s * 2**attempt * random.uniform(1.0, 1.5)
-            attempt += 1
-            logger.warning("%s failed (%s); again in %.1f s", shard.label, exc, pause)
-            stopping.wait(pause)
+    def pause(exc: SignalBatchError, seconds: float) -> None:
+        logger.warning("%s failed (%s); again in %.1f s", shard.label, exc, seconds)
+        stopping.wait(seconds)
+
+    return retried(
+        lambda: run_worker(job.order(shard), report, run_id=run_id), job.spec.execution, pause
+    )

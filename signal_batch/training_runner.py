@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from signal_batch.errors import SignalBatchError
-from signal_batch.processes import stop_workers
+from signal_batch.processes import retried, stop_workers
 from signal_batch.publishing import TrainOutcome, publish
 from signal_batch.ranks import OnEvent, run_evaluation, run_ranks, run_statistics
 from signal_batch.training_job import TrainJob, claim_training, standing_model
@@ -83,14 +82,8 @@ class RunListener:
 
 
 def _with_retries(run: Callable[..., None], job: TrainJob, on_event: OnEvent, run_id: str) -> None:
-    execution = job.spec.execution
-    for attempt in range(execution.retries + 1):
-        try:
-            run(job, on_event, run_id=run_id)
-            return
-        except SignalBatchError as exc:
-            if not exc.transient or attempt == execution.retries:
-                raise
-            pause = execution.retry_delay_s * 2**attempt * random.uniform(1.0, 1.5)
-            logger.warning("%s; going on from the last checkpoint in %.1f s", exc, pause)
-            time.sleep(pause)
+    def pause(exc: SignalBatchError, seconds: float) -> None:
+        logger.warning("%s; going on from the last checkpoint in %.1f s", exc, seconds)
+        time.sleep(seconds)
+
+    retried(lambda: run(job, on_event, run_id=run_id), job.spec.execution, pause)
