@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None, *, runners: Runners = WITHOUT_PREFEC
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    arguments = _parser().parse_args(argv)
+    arguments = _parser(runners).parse_args(argv)
     try:
         return int(arguments.run(arguments, runners))
     except SignalBatchError as exc:
@@ -207,11 +207,11 @@ def _demo(arguments: argparse.Namespace, runners: Runners) -> int:
 # --- arguments -----------------------------------------------------------------------------
 
 
-_EXECUTION_OPTIONS = ("workers", "retries", "timeout_s", "safe_decode")
+_EXECUTION_OPTIONS = ("runner", "workers", "retries", "timeout_s", "safe_decode", "credentials")
 _SPEC_OPTIONS = (set(ExportSpec.model_fields) | set(_EXECUTION_OPTIONS)) - {"execution"}
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(runners: Runners) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="signal-batch",
         description="Batch pipelines over immutable signal datasets.",
@@ -229,6 +229,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_synth(commands)
     demo = command(commands, "demo", _demo, "export and train on real recordings in DIR")
     demo.add_argument("folder", metavar="DIR")
+    runners.add_commands(commands)
     return parser
 
 
@@ -274,6 +275,13 @@ def _add_export(commands: Any) -> None:
         help="an option of the feature; VALUE is JSON or text",
     )
     add("--workers", type=int, default=unset, metavar="N", help="worker processes (default 2)")
+    add(
+        "--runner",
+        default=unset,
+        metavar="RUNNER",
+        help="where shards run: local (default), dask[:ADDRESS], ray[:ADDRESS] or "
+        "work-pool[:FLOW/DEPLOYMENT]",
+    )
     add(
         "--part-size",
         dest="part_bytes",
@@ -349,6 +357,12 @@ def _add_export(commands: Any) -> None:
         action="store_true",
         default=unset,
         help="decode records with signal-dataset's own decoder: slower, the reference",
+    )
+    add(
+        "--credentials",
+        default=unset,
+        metavar="BLOCK",
+        help="Prefect Secret block with the storage's environment variables",
     )
     add("--pin", default=unset, metavar="FILE", help="read exactly what this pin names")
     add("--write-pin", metavar="FILE", help="write the pin of this run, to reproduce it later")

@@ -21,12 +21,14 @@ from signal_batch.publishing import TrainOutcome
 class Runners:
     """What runs a job: this program's own worker processes, or a Prefect flow around them.
 
-    Jobs that run within one `session` share what it takes long to start.
+    Jobs that run within one `session` share what it takes long to start. `add_commands` adds
+    those that only make sense with a server.
     """
 
     export: Callable[..., Outcome]
     train: Callable[..., TrainOutcome]
     session: Callable[[], AbstractContextManager[None]] = nullcontext
+    add_commands: Callable[[Any], None] = lambda commands: None
 
 
 Run = Callable[[argparse.Namespace, Runners], int]

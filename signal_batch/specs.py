@@ -239,14 +239,41 @@ def _constant(text: str) -> float | None:
     return None if text == "NaN" else float(text)
 
 
+#: A runner is a name, and where it is if not on this machine: `dask:tcp://host:8786`.
+RUNNER_FORM = r"^(local|(dask|ray|work-pool)(:[^\s]+)?)$"
+
+#: Name of the block that holds the storage's environment variables; see `tasks.credentials`.
+Credentials = Annotated[
+    str | None,
+    Field(description="Prefect Secret block with environment variables for the storage"),
+]
+
+
 class Execution(Frozen):
     """How a job is run: changes its speed and its patience, never its result."""
 
+    runner: str = Field(
+        default="local",
+        pattern=RUNNER_FORM,
+        description="local, dask or ray (on this machine), dask:tcp://HOST:8786, "
+        "ray:ray://HOST:10001, or work-pool[:FLOW/DEPLOYMENT]",
+    )
     workers: int = Field(default=2, ge=1, le=1024, description="worker processes at a time")
     retries: int = Field(default=3, ge=0, le=100, description="further attempts of a shard")
     retry_delay_s: float = Field(default=2.0, ge=0, description="first pause, doubling")
     timeout_s: float = Field(default=900.0, gt=0, description="kill a worker silent for so long")
     safe_decode: bool = Field(default=False, description="use signal-dataset's decoder")
+    credentials: Credentials = None
+
+    @property
+    def engine(self) -> str:
+        """The runner's name without its place: `dask` for `dask:tcp://host:8786`."""
+        return self.runner.partition(":")[0]
+
+    @property
+    def runner_address(self) -> str | None:
+        """Where the runner is; None for one on this machine, or for the usual deployment."""
+        return self.runner.partition(":")[2] or None
 
 
 class JobSpec(Frozen):

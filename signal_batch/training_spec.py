@@ -31,6 +31,7 @@ from pydantic import (
 from signal_batch.errors import SpecError
 from signal_batch.specs import (
     Column,
+    Credentials,
     Frozen,
     JobSpec,
     Json,
@@ -193,6 +194,7 @@ class TrainExecution(Frozen):
         default=900.0, gt=0, description="kill a run that takes no step for so long"
     )
     safe_decode: bool = Field(default=False, description="use signal-dataset's decoder")
+    credentials: Credentials = None
 
 
 class TrainSpec(JobSpec):
