@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from flows import automation_cli, team_cli
 from signal_batch import cli
 from signal_batch.cli_options import Runners
 from signal_batch.job import Outcome
@@ -31,7 +32,24 @@ _DEFAULTS = {
 
 def main() -> None:
     """Run the command line and exit with its code."""
-    sys.exit(cli.main(runners=Runners(export=run_export, train=run_training, session=session)))
+    sys.exit(
+        cli.main(
+            runners=Runners(
+                export=run_export,
+                train=run_training,
+                session=session,
+                storage=storage,
+                module="flows.cli",
+                add_commands=add_commands,
+            )
+        )
+    )
+
+
+def add_commands(commands: Any) -> None:
+    """The commands that only make sense with a server."""
+    automation_cli.add_commands(commands)
+    team_cli.add_commands(commands)
 
 
 def run_export(spec: ExportSpec, *, on_progress: Any) -> Outcome:
@@ -62,8 +80,40 @@ def session() -> Iterator[None]:
 
     if not embedded.available():
         note("starting Prefect's embedded server (`python -m signal_batch` does without) ...")
-    with embedded.server():
+    with embedded.server(), _known_to_children():
         yield
+
+
+@contextmanager
+def storage(credentials: str | None) -> Iterator[None]:
+    """The storage's credentials in the environment, where a block on the server has them."""
+    if credentials is None:
+        yield
+        return
+    with session():
+        from tasks.credentials import use_credentials
+
+        use_credentials(credentials)
+        yield
+
+
+@contextmanager
+def _known_to_children() -> Iterator[None]:
+    """Let the commands that this process starts meanwhile use its embedded server."""
+    from prefect.settings import get_current_settings
+
+    from flows import embedded
+
+    url = get_current_settings().api.url
+    # Whoever names a server in the environment, or in a profile, has named it to children too.
+    own = {} if embedded.configured() or url is None else {"PREFECT_API_URL": url}
+    added = own.keys() - os.environ.keys()
+    os.environ.update(own)
+    try:
+        yield
+    finally:
+        for name in added:
+            del os.environ[name]
 
 
 @contextmanager
@@ -91,3 +141,7 @@ def _page_of(manifest: dict[str, Any]) -> str:
         f"http://127.0.0.1:4200/runs/flow-run/{run_id}\n"
         f"  after starting a server: {quiet} {prefect} server start"
     )
+
+
+if __name__ == "__main__":
+    main()

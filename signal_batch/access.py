@@ -105,7 +105,10 @@ class Access:
             raise UnknownAnnotationError(
                 f"{dataset.root} has no annotation set {name!r}; it has: {known}"
             )
-        return self._labels.setdefault(name, LabelReader(self, dataset.annotations[name]))
+        if name not in self._labels:
+            found = patiently(lambda: dataset.annotations[name], f"{dataset.root}/annotations")
+            self._labels[name] = LabelReader(self, found)
+        return self._labels[name]
 
     def records(self, ordinals: Ints, fields: Sequence[str]) -> Iterator[tuple[int, Decoded]]:
         """Position in `ordinals` and record, shard by shard; rows of metadata without `fields`."""

@@ -18,8 +18,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from signal_batch import job, planning, report, training_cli
-from signal_batch.cli_options import Runners, command, fields_from
+from signal_batch import backfill_cli, job, planning, report, training_cli
+from signal_batch.attached import tell
+from signal_batch.backfill import tell_outcome
+from signal_batch.cli_options import Runners, add_scheduled, as_scheduled, command, fields_from
 from signal_batch.demo import demo_spec, demo_training
 from signal_batch.errors import InputError, SignalBatchError
 from signal_batch.features import resolve_feature
@@ -27,6 +29,8 @@ from signal_batch.pins import Pin, write_pin
 from signal_batch.recordings import write_japanese_vowels
 from signal_batch.runner import export
 from signal_batch.specs import ExportSpec, checked
+from signal_batch.status import read_status
+from signal_batch.status_report import show_status
 from signal_batch.store import OutputStore
 from signal_batch.synth import parse_shape, synthesize
 from signal_batch.training_runner import train
@@ -72,6 +76,7 @@ def main(argv: Sequence[str] | None = None, *, runners: Runners = WITHOUT_PREFEC
         return int(arguments.run(arguments, runners))
     except SignalBatchError as exc:
         report.problem(str(exc))
+        tell(kind=type(exc).__name__, message=str(exc))
         return exc.exit_code
     except KeyboardInterrupt:
         report.problem("stopped; what is finished stays, the same command goes on from there")
@@ -98,15 +103,16 @@ def spec_from(arguments: argparse.Namespace) -> ExportSpec:
 
 
 def _export(arguments: argparse.Namespace, runners: Runners) -> int:
-    spec = spec_from(arguments)
+    spec = as_scheduled(spec_from(arguments), arguments)
     resolve_feature(spec.features, spec.feature_args)
-    pin = planning.pin_inputs(spec)
-    if arguments.write_pin:
-        write_pin(pin, arguments.write_pin)
-    if arguments.dry_run:
-        report.show_dry_run(_peeked(spec, pin))
-        return 0
-    _run(spec, pin, runners)
+    with runners.storage(spec.execution.credentials):
+        pin = planning.pin_inputs(spec)
+        if arguments.write_pin:
+            write_pin(pin, arguments.write_pin)
+        if arguments.dry_run:
+            report.show_dry_run(_peeked(spec, pin))
+            return 0
+        _run(spec, pin, runners)
     return 0
 
 
@@ -119,11 +125,24 @@ def _run(spec: ExportSpec, pin: Pin, runners: Runners) -> None:
     if OutputStore(spec.output).read_manifest() is not None:
         standing = job.progress_of(_peeked(spec, pin)).manifest
         if standing is not None:
-            report.show_outcome(spec.output, job.Outcome(standing, already_complete=True))
+            _show(spec, job.Outcome(standing, already_complete=True))
             return
     with report.progress_bar() as on_progress:
         outcome = runners.export(spec, on_progress=on_progress)
+    _show(spec, outcome)
+
+
+def _show(spec: ExportSpec, outcome: job.Outcome) -> None:
     report.show_outcome(spec.output, outcome)
+    tell_outcome(outcome)
+
+
+def _job_of(argv: Sequence[str], runners: Runners) -> tuple[argparse.Namespace, backfill_cli.Spec]:
+    """The arguments of an export or a training run, and the spec that they ask for."""
+    arguments = _parser(runners).parse_args(argv)
+    if argv[0] == "train":
+        return arguments, training_cli.train_spec_from(arguments)
+    return arguments, spec_from(arguments)
 
 
 def _validate(arguments: argparse.Namespace, runners: Runners) -> int:
@@ -143,6 +162,12 @@ def _verify(arguments: argparse.Namespace, runners: Runners) -> int:
     result = verify(arguments.output)
     report.show_verification(result)
     return 0 if result.ok else 1
+
+
+def _status(arguments: argparse.Namespace, runners: Runners) -> int:
+    found = read_status(arguments.output)
+    show_status(found, as_json=arguments.json)
+    return found.exit_code
 
 
 def _inspect(arguments: argparse.Namespace, runners: Runners) -> int:
@@ -223,12 +248,16 @@ def _parser(runners: Runners) -> argparse.ArgumentParser:
     _add_validate(commands)
     verifying = command(commands, "verify", _verify, "check a complete output against itself")
     verifying.add_argument("output", metavar="OUT", help="output folder of an export")
+    telling = command(commands, "status", _status, "show how far an export or a training run is")
+    telling.add_argument("output", metavar="OUT", help="output folder, complete or not")
+    telling.add_argument("--json", action="store_true", help="print everything as JSON")
     inspecting = command(commands, "inspect", _inspect, "show what a dataset or an output holds")
     inspecting.add_argument("path", metavar="DATASET|OUT")
     _add_annotations(inspecting)
     _add_synth(commands)
     demo = command(commands, "demo", _demo, "export and train on real recordings in DIR")
     demo.add_argument("folder", metavar="DIR")
+    backfill_cli.add_commands(commands, lambda argv: _job_of(argv, runners))
     runners.add_commands(commands)
     return parser
 
@@ -365,6 +394,7 @@ def _add_export(commands: Any) -> None:
         help="Prefect Secret block with the storage's environment variables",
     )
     add("--pin", default=unset, metavar="FILE", help="read exactly what this pin names")
+    add_scheduled(parser)
     add("--write-pin", metavar="FILE", help="write the pin of this run, to reproduce it later")
     add("--spec", metavar="FILE", help="YAML or JSON file with the fields of the export spec")
     add("--dry-run", action="store_true", help="show run key, parts and sizes; write nothing")

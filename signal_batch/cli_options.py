@@ -8,30 +8,44 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
+from pydantic import BaseModel
 
 from signal_batch.errors import SpecError
 from signal_batch.job import Outcome
 from signal_batch.publishing import TrainOutcome
+from signal_batch.scheduling import at_time, parse_moment
+from signal_batch.specs import refuse_block
+
+
+def from_environment(credentials: str | None) -> AbstractContextManager[None]:
+    """The storage's credentials as the environment has them; a block takes a server."""
+    refuse_block(credentials)
+    return nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
 class Runners:
     """What runs a job: this program's own worker processes, or a Prefect flow around them.
 
-    Jobs that run within one `session` share what it takes long to start. `add_commands` adds
-    those that only make sense with a server.
+    Jobs that run within one `session` share what it takes long to start, also those of child
+    processes, which run `module` as this command does. The storage is looked at within `storage`,
+    which has the credentials of a spec at hand. `add_commands` adds those that only make
+    sense with a server.
     """
 
     export: Callable[..., Outcome]
     train: Callable[..., TrainOutcome]
     session: Callable[[], AbstractContextManager[None]] = nullcontext
+    storage: Callable[[str | None], AbstractContextManager[None]] = from_environment
+    module: str = "signal_batch"
     add_commands: Callable[[Any], None] = lambda commands: None
 
 
 Run = Callable[[argparse.Namespace, Runners], int]
+S = TypeVar("S", bound=BaseModel)
 
 
 def command(
@@ -47,6 +61,21 @@ def command(
     )
     parser.set_defaults(run=run)
     return parser
+
+
+def add_scheduled(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says which moment a job is for."""
+    parser.add_argument(
+        "--scheduled",
+        metavar="TIME",
+        help="date or time, UTC, that {scheduled:%%Y-%%m-%%d} in DATASET, OUT and --pin stands for",
+    )
+
+
+def as_scheduled(spec: S, arguments: argparse.Namespace) -> S:
+    """The spec as of `--scheduled`; as it is where that was not given."""
+    text = getattr(arguments, "scheduled", None)
+    return spec if text is None else at_time(spec, parse_moment(text))
 
 
 def fields_from(

@@ -17,6 +17,7 @@
     ├── OutputError (OSError)              the output could not be written
     ├── DamagedOutputError                 an output disagrees with its own manifest
     ├── WorkerDiedError                    a worker was killed or hung; trying again may help
+    ├── ShardsFailedError                  several shards of an export failed, each by itself
     └── StoppedError                       the run was asked to stop
 
 ``exit_code`` is what the command line returns for it: 1 the job failed, 2 bad input.
@@ -116,6 +117,10 @@ class WorkerDiedError(SignalBatchError):
     """A worker process was killed, ran out of memory or hung."""
 
     transient = True
+
+
+class ShardsFailedError(SignalBatchError):
+    """Several shards of an export failed, each by itself; the message has each cause."""
 
 
 class StoppedError(SignalBatchError):

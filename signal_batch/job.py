@@ -20,6 +20,7 @@ from signal_batch.errors import (
     DamagedOutputError,
 )
 from signal_batch.export import WorkOrder, decode_schema, encode_schema
+from signal_batch.notes import remove_notes
 from signal_batch.pins import Pin
 from signal_batch.plan import Part, Shard, group_into_shards, plan_parts
 from signal_batch.selection import Selection
@@ -59,9 +60,10 @@ class ExportJob:
         return int(self.spec.max_bad_fraction * len(self.selection))
 
     def order(self, shard: Shard) -> WorkOrder:
-        """The work order for one shard."""
+        """The work order for one shard, good in any working directory and on any machine."""
+        places = {"dataset": self.pin.uri, "output": OutputStore(self.spec.output).uri}
         return WorkOrder(
-            spec=self.spec,
+            spec=self.spec.model_copy(update=places),
             pin=self.pin,
             run_key=self.run_key,
             columns=self.columns,
@@ -179,6 +181,8 @@ def _standing_manifest(
 def commit(job: ExportJob, *, run: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Check that every part is there, remove what no receipt names, write the manifest.
 
+    Notes of who worked and what failed go last: until then they may be of use.
+
     Totals are rebuilt from the receipts. `run` is recorded as it is (for example the id of the
     flow run). Returns the manifest.
     """
@@ -199,6 +203,7 @@ def commit(job: ExportJob, *, run: Mapping[str, Any] | None = None) -> dict[str,
     store.remove_data(set(present) - {receipt.file for receipt in ordered})
     manifest = _manifest(job, ordered, dict(run or {}))
     store.write_manifest(manifest)
+    remove_notes(store)
     return manifest
 
 

@@ -1,4 +1,4 @@
-"""The pictures of a training report: charts as SVG, drawn by Matplotlib."""
+"""The pictures of reports: charts as SVG, drawn by Matplotlib."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from signal_batch import wording
 
@@ -169,6 +172,33 @@ def draw_bars(name: str, groups: Sequence[Json]) -> str:
         axes.grid(True, axis="x")
 
     return _picture(4.4, 0.9 + 0.3 * len(groups), draw)
+
+
+def draw_lines(name: str, rows: npt.NDArray[Any]) -> str:
+    """Each row of a (R, N) array as a line over its index."""
+
+    def draw(axes: Axes) -> None:
+        for number, row in enumerate(rows):
+            axes.plot(row, lw=1.2, label=f"record {number}")
+        axes.set(xlabel="index", ylabel=name)
+        axes.grid(True)
+        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(rows), borderpad=0)
+
+    return _picture(5.6, 3.0, draw)
+
+
+def draw_map(name: str, values: npt.NDArray[Any]) -> str:
+    """A matrix as colours, first axis upwards; in dB where it holds powers of a wide range."""
+    wide = values.min() > 0 and values.max() > 100 * values.min()
+    shown = 10 * np.log10(values) if wide else values
+
+    def draw(axes: Axes) -> None:
+        drawn = axes.imshow(shown, aspect="auto", origin="lower", cmap="viridis")
+        axes.set(title=f"{name}, dB" if wide else name)
+        assert axes.figure is not None
+        axes.figure.colorbar(drawn)
+
+    return _picture(5.6, 3.0, draw)
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

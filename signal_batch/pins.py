@@ -137,8 +137,13 @@ def pin_dataset(uri: str, annotations: Sequence[str] = ()) -> PinnedDataset:
 def reopen(pin: Pin) -> PinnedDataset:
     """Open what `pin` names and prove, once, that it is still the same.
 
-    Raises `PinMismatchError`, listing every difference, if it is not.
+    What was there before is waited for where the storage does not answer; see `failures`. Raises
+    `PinMismatchError`, listing every difference, if it is not the same.
     """
+    return patiently(lambda: _proved(pin), pin.uri)
+
+
+def _proved(pin: Pin) -> PinnedDataset:
     try:
         current = pin_dataset(pin.uri)
     except InputError as exc:

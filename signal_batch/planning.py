@@ -22,6 +22,7 @@ from signal_batch.job import ExportJob
 from signal_batch.pins import Pin, absolute_uri, pin_dataset, read_pin, reopen
 from signal_batch.plan import rows_a_part
 from signal_batch.reading import RecordReader, annotation_rows
+from signal_batch.scheduling import refuse_unresolved
 from signal_batch.selection import Selection
 from signal_batch.specs import (
     SCHEMA_VERSION,
@@ -43,8 +44,10 @@ _PROBE_BYTES = 64 << 20
 def pin_inputs(spec: JobSpec) -> Pin:
     """Pin the dataset and the annotation sets that columns and filters read.
 
-    With `spec.pin`, the pin of that file is proved to hold instead.
+    With `spec.pin`, the pin of that file is proved to hold instead. A spec that still moves with
+    the scheduled time is a `SpecError`.
     """
+    refuse_unresolved(spec)
     wanted = spec.annotation_sets | filters.annotation_sets(
         filters.parse_filter(text) for text in spec.where
     )

@@ -24,6 +24,8 @@ from typing import IO, Any, TypeVar
 from signal_batch._grain import PLAIN_GRAIN
 from signal_batch.errors import SignalBatchError, StoppedError, WorkerDiedError, rebuilt_error
 from signal_batch.export import WorkOrder
+from signal_batch.notes import note_failure
+from signal_batch.plan import Part
 from signal_batch.specs import Execution
 from signal_batch.store import Receipt
 from signal_batch.training_spec import TrainExecution
@@ -74,7 +76,13 @@ def worker_environment() -> dict[str, str]:
     return {PLAIN_GRAIN: "1", **_THREADS, **_ALLOCATOR, **os.environ}
 
 
-def run_worker(order: WorkOrder, on_progress: OnProgress, *, run_id: str) -> list[Receipt]:
+def run_worker(
+    order: WorkOrder,
+    on_progress: OnProgress,
+    *,
+    run_id: str,
+    abort: threading.Event | None = None,
+) -> list[Receipt]:
     """Run one export worker to its end and return the receipts of all parts of the order.
 
     What an attempt that fails has reported is taken back with `on_progress(-rows)`: the next
@@ -83,7 +91,7 @@ def run_worker(order: WorkOrder, on_progress: OnProgress, *, run_id: str) -> lis
     first, last = order.parts[0], order.parts[-1]
     program = Program(
         module="signal_batch.worker",
-        order=order.to_json(),
+        order=order.to_json() | {"run_id": run_id},
         label=f"the worker for ordinals {first.first_ordinal}-{last.last_ordinal}",
         timeout_s=order.spec.execution.timeout_s,
     )
@@ -99,11 +107,17 @@ def run_worker(order: WorkOrder, on_progress: OnProgress, *, run_id: str) -> lis
             receipts.append(Receipt.from_dict(event["receipt"]))
 
     try:
-        run_program(program, on_event, run_id=run_id)
-    except SignalBatchError:
+        run_program(program, on_event, run_id=run_id, abort=abort)
+    except SignalBatchError as exc:
         on_progress(-reported)
+        _note(exc, order, order.parts[min(len(receipts), len(order.parts) - 1)], run_id)
         raise
     return receipts
+
+
+def _note(exc: SignalBatchError, order: WorkOrder, part: Part, run_id: str) -> None:
+    output, run_key = order.spec.output, order.run_key
+    note_failure(output, exc, run_key=run_key, run_id=run_id, doing="export", part=part)
 
 
 def run_program(

@@ -13,6 +13,7 @@ from signal_batch.checkpoints import last_checkpoint
 from signal_batch.errors import DamagedOutputError
 from signal_batch.metrics import MetricLog, to_jsonl, to_parquet
 from signal_batch.mlflow_log import log_model
+from signal_batch.notes import remove_notes
 from signal_batch.specs import MODEL_FORMAT, SCHEMA_VERSION
 from signal_batch.statistics import Statistics
 from signal_batch.store import OutputStore
@@ -91,6 +92,7 @@ def publish(
         # Before the manifest: a complete output is one that was logged.
         manifest["mlflow_run_id"] = log_model(job, model, history, report)
     store.write_manifest(manifest)
+    remove_notes(store)
     return manifest
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from typing import Any
 
-from signal_batch.errors import StoppedError, WorkerDiedError
+from signal_batch.errors import SignalBatchError, StoppedError, WorkerDiedError
+from signal_batch.notes import note_failure
 from signal_batch.processes import Program, run_program
 from signal_batch.training_job import TrainJob
 
@@ -19,12 +21,16 @@ _MODULE = "signal_batch.training_worker"
 
 def run_statistics(job: TrainJob, on_event: OnEvent, *, run_id: str) -> None:
     """Measure the statistics of the training records in a worker program."""
-    run_program(_program(job, "statistics", "measuring statistics"), on_event, run_id=run_id)
+    with _noting(job, "statistics", run_id):
+        program = _program(job, "statistics", "measuring statistics", run_id=run_id)
+        run_program(program, on_event, run_id=run_id)
 
 
 def run_evaluation(job: TrainJob, on_event: OnEvent, *, run_id: str) -> None:
     """Judge the finished model in a worker program."""
-    run_program(_program(job, "evaluate", "evaluating the model"), on_event, run_id=run_id)
+    with _noting(job, "evaluate", run_id):
+        program = _program(job, "evaluate", "evaluating the model", run_id=run_id)
+        run_program(program, on_event, run_id=run_id)
 
 
 def run_ranks(job: TrainJob, on_event: OnEvent, *, run_id: str) -> None:
@@ -35,6 +41,11 @@ def run_ranks(job: TrainJob, on_event: OnEvent, *, run_id: str) -> None:
 
     Raises what `run_program` raises: the first failure that is not a consequence of another.
     """
+    with _noting(job, "train", run_id):
+        _run_ranks(job, on_event, run_id)
+
+
+def _run_ranks(job: TrainJob, on_event: OnEvent, run_id: str) -> None:
     world = job.spec.execution.ranks
     coordinator = None if world == 1 else f"127.0.0.1:{_free_port()}"
     programs = [
@@ -44,6 +55,7 @@ def run_ranks(job: TrainJob, on_event: OnEvent, *, run_id: str) -> None:
             "training" if world == 1 else f"training, rank {rank} of {world}",
             rank=rank,
             coordinator=coordinator,
+            run_id=run_id,
         )
         for rank in range(world)
     ]
@@ -68,6 +80,16 @@ def run_ranks(job: TrainJob, on_event: OnEvent, *, run_id: str) -> None:
     if failures:
         # The others were stopped, or lost their connection to the one that failed.
         raise min(failures, key=_rank_of_cause)
+
+
+@contextmanager
+def _noting(job: TrainJob, doing: str, run_id: str) -> Iterator[None]:
+    """Leave a note of a failure for people."""
+    try:
+        yield
+    except SignalBatchError as exc:
+        note_failure(job.spec.output, exc, run_key=job.run_key, run_id=run_id, doing=doing)
+        raise
 
 
 def _rank_of_cause(failure: BaseException) -> int:

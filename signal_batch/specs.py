@@ -37,6 +37,7 @@ from pydantic import (
 from pydantic import ValidationError as PydanticValidationError
 
 from signal_batch.errors import SpecError
+from signal_batch.scheduling import check_templates
 
 #: Raised when the same spec and pin would produce other files than before.
 SCHEMA_VERSION = 1
@@ -239,14 +240,54 @@ def _constant(text: str) -> float | None:
     return None if text == "NaN" else float(text)
 
 
+#: Options of a function, as the form of the Prefect UI takes them: any JSON object.
+OPTIONS_FORM = WithJsonSchema({"type": "object", "additionalProperties": True})
+#: A size in a form: bytes, or a number with a unit; `parse_size` has the last word.
+SIZE_FORM = WithJsonSchema(
+    {
+        "anyOf": [
+            {"type": "integer", "minimum": 1, "maximum": 1 << 40},
+            {"type": "string", "pattern": r"^\s*\d+(\.\d+)?\s*[KkMmGgTt]?[Ii]?[Bb]?\s*$"},
+        ]
+    }
+)
+#: A week: whoever waits longer for one step has another problem.
+MOST_SECONDS = 7 * 86_400
+
 #: A runner is a name, and where it is if not on this machine: `dask:tcp://host:8786`.
 RUNNER_FORM = r"^(local|(dask|ray|work-pool)(:[^\s]+)?)$"
 
 #: Name of the block that holds the storage's environment variables; see `tasks.credentials`.
 Credentials = Annotated[
     str | None,
-    Field(description="Prefect Secret block with environment variables for the storage"),
+    Field(
+        title="Credentials",
+        description="Prefect Secret block with environment variables for the storage",
+        examples=["lab-bucket"],
+    ),
 ]
+
+#: Tags of the tasks that do the work; see "Run it for a team" in the README.
+Limits = Annotated[
+    tuple[str, ...],
+    Field(
+        title="Limits",
+        description="further tags of the working tasks, for Prefect's concurrency limits",
+        examples=[["gpu"]],
+    ),
+]
+
+
+
+
+def refuse_block(credentials: str | None) -> None:
+    """Refuse credentials from a block where no Prefect server hands it out."""
+    if credentials is not None:
+        raise SpecError(
+            f"credentials {credentials!r} name a block on a Prefect server; run it with the "
+            "installed signal-batch command, or leave them out and set the storage's environment "
+            "variables"
+        )
 
 
 class Execution(Frozen):
@@ -257,13 +298,29 @@ class Execution(Frozen):
         pattern=RUNNER_FORM,
         description="local, dask or ray (on this machine), dask:tcp://HOST:8786, "
         "ray:ray://HOST:10001, or work-pool[:FLOW/DEPLOYMENT]",
+        examples=["local", "dask:tcp://scheduler:8786", "work-pool"],
     )
     workers: int = Field(default=2, ge=1, le=1024, description="worker processes at a time")
     retries: int = Field(default=3, ge=0, le=100, description="further attempts of a shard")
-    retry_delay_s: float = Field(default=2.0, ge=0, description="first pause, doubling")
-    timeout_s: float = Field(default=900.0, gt=0, description="kill a worker silent for so long")
-    safe_decode: bool = Field(default=False, description="use signal-dataset's decoder")
+    retry_delay_s: float = Field(
+        default=2.0,
+        ge=0,
+        le=MOST_SECONDS,
+        title="Retry delay (seconds)",
+        description="first pause, doubling",
+    )
+    timeout_s: float = Field(
+        default=900.0,
+        gt=0,
+        le=MOST_SECONDS,
+        title="Timeout (seconds)",
+        description="kill a worker silent for so long",
+    )
+    safe_decode: bool = Field(
+        default=False, title="Safe decoder", description="use signal-dataset's decoder"
+    )
     credentials: Credentials = None
+    limits: Limits = ()
 
     @property
     def engine(self) -> str:
@@ -279,13 +336,33 @@ class Execution(Frozen):
 class JobSpec(Frozen):
     """What every job names: the data it reads and the place it writes to."""
 
-    dataset: str = Field(description="dataset root: a local path, s3:// or gs://")
-    output: str = Field(description="output folder: a local path or any fsspec URI")
-    columns: tuple[Annotated[Column, WithJsonSchema({"type": "string"})], ...] = Field(
-        description="what to read, e.g. field:samples or label=annotation:speakers-v1/label:int32"
+    dataset: str = Field(
+        description="dataset root: a local path, s3:// or gs://; {scheduled:%Y-%m-%d} in it "
+        "stands for the date that a run is scheduled for",
+        examples=["/data/captures.sds", "s3://lab/captures-{scheduled-1d:%Y-%m-%d}.sds"],
     )
-    where: tuple[str, ...] = Field(default=(), description="filters, all of which must hold")
-    pin: str | None = Field(default=None, description="pin file, to reproduce a run")
+    output: str = Field(
+        description="output folder: a local path or any fsspec URI; {scheduled:%Y-%m-%d} as in "
+        "dataset",
+        examples=["/data/features", "s3://lab/features/{scheduled-1d:%Y-%m-%d}"],
+    )
+    columns: tuple[Annotated[Column, WithJsonSchema({"type": "string"})], ...] = Field(
+        description="what to read, e.g. field:samples or label=annotation:speakers-v1/label:int32",
+        json_schema_extra={"minItems": 1},
+        examples=[["field:samples", "snr=metadata:snr_db:float32?null"]],
+    )
+    where: tuple[str, ...] = Field(
+        default=(),
+        title="Filters",
+        description="filters, all of which must hold",
+        examples=[["metadata:snr_db >= 5", "annotation:review-v1 status success"]],
+    )
+    pin: str | None = Field(
+        default=None,
+        title="Pin file",
+        description="pin file, to reproduce a run",
+        examples=["pins/captures.json"],
+    )
 
     @field_validator("columns", mode="before")
     @classmethod
@@ -312,12 +389,17 @@ class JobSpec(Frozen):
             refuse_credentials(uri)
         if self.output.startswith("memory:"):
             raise SpecError("memory:// is another place in each worker process; name a folder")
+        check_templates(dataset=self.dataset, output=self.output, pin=self.pin)
         return self
 
     @property
     def annotation_sets(self) -> set[str]:
         """Annotation sets that the job reads, those of filters aside."""
         return set(annotation_sets(self.columns))
+
+    def identity(self) -> dict[str, Any]:
+        """The part of the spec that can change the result, defaults dropped."""
+        raise NotImplementedError
 
 
 def check_json(name: str, value: Any) -> None:
@@ -336,32 +418,67 @@ class ExportSpec(JobSpec):
     Every field but those in `NOT_IDENTITY` is part of the run key.
     """
 
-    features: str = Field(default="raw", description="a built-in or package.module:function")
-    feature_args: dict[str, Json] = Field(default_factory=dict, description="its options")
-    batch_size: int = Field(
-        default=256, ge=1, le=1_000_000, description="records a feature is given"
+    features: str = Field(
+        default="raw",
+        title="Feature function",
+        description="raw, power_spectrum, spectrogram, statistics or package.module:function",
+        examples=["power_spectrum", "my_features:envelope"],
     )
-    part_bytes: int = Field(default=128 << 20, description="largest Parquet file, e.g. 128MB")
-    row_group_bytes: int = Field(default=16 << 20, description="size aimed at for a row group")
+    feature_args: Annotated[dict[str, Json], OPTIONS_FORM] = Field(
+        default_factory=dict,
+        title="Feature options",
+        description="options of the feature function, a JSON object",
+        examples=[{"nperseg": 128}],
+    )
+    batch_size: int = Field(
+        default=256,
+        ge=1,
+        le=1_000_000,
+        title="Batch size",
+        description="records a feature is given",
+    )
+    part_bytes: Annotated[int, SIZE_FORM] = Field(
+        default=128 << 20,
+        title="Part size",
+        description="largest Parquet file: bytes, or e.g. 128MB",
+        examples=["128MB"],
+    )
+    row_group_bytes: Annotated[int, SIZE_FORM] = Field(
+        default=16 << 20,
+        title="Row group size",
+        description="size aimed at for a row group: bytes, or e.g. 16MB",
+        examples=["16MB"],
+    )
     compression: Literal["zstd", "snappy", "lz4", "gzip", "none"] = Field(
         default="zstd", description="of the Parquet pages"
     )
     tensors: Literal["nested", "extension"] = Field(
         default="nested",
+        title="Tensor layout",
         description="nested fixed-size lists or arrow.fixed_shape_tensor",
     )
     ragged: tuple[str, ...] = Field(
         default=(),
+        title="Ragged columns",
         description="output columns to write as lists, whatever the sample shows",
+        examples=[["samples"]],
     )
     on_error: Literal["fail", "skip", "quarantine"] = Field(
-        default="fail", description="what to do with a record that cannot be read"
+        default="fail",
+        title="On unreadable records",
+        description="what to do with a record that cannot be read",
     )
     max_bad_fraction: float = Field(
-        default=0.01, ge=0, le=1, description="largest share of unreadable records to put up with"
+        default=0.01,
+        ge=0,
+        le=1,
+        title="Largest share of bad records",
+        description="largest share of unreadable records to put up with",
     )
     execution: Execution = Field(
-        default=Execution(), description="how it is run; never changes the result"
+        default=Execution(),
+        title="Execution",
+        description="how it is run; never changes the result",
     )
 
     @field_validator("ragged", mode="before")

@@ -7,11 +7,16 @@
     OUT/data/part-00017-3f2a9c1b0d4e.parquet   the name carries the content's hash
     OUT/_quarantine/part-00017.jsonl     records that were set aside
     OUT/_manifest.json                   written last; names exactly the files of the output
+    OUT/_attempts/HOST-PID.json          a worker, and what it works on; see `notes`
+    OUT/_errors/part-00017.json          what failed there last; see `notes`
+    OUT/_orders/3f2a9c1b0d4e.json        a work order for another machine, named by its digest
 
-What a training run keeps there beside claim and manifest is in `checkpoints` and `training_job`.
-This is the only module that touches fsspec. A small object appears whole or not at all: on a
-local disk it is written beside its place and linked there, elsewhere the service sees to it. Two
-attempts at the same part may race: the first receipt wins, and the other attempt adopts it.
+Attempts and errors are for people alone: nothing that is written depends on them, they may be
+missing or out of date, and a complete output has none. What a training run keeps there beside
+claim and manifest is in `checkpoints` and `training_job`. A small object appears whole or not at
+all: on a local disk it is written beside its place and linked there, elsewhere the service sees
+to it. Two attempts at the same part may race: the first receipt wins, and the other attempt
+adopts it.
 """
 
 from __future__ import annotations
@@ -21,24 +26,24 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields
+from datetime import datetime
 from pathlib import Path
-from typing import Any
-
-import fsspec
+from typing import IO, Any, TypeAlias
 
 from signal_batch.errors import (
     DamagedOutputError,
     InputError,
     OutputConflictError,
-    OutputError,
     SignalBatchError,
     SpecError,
     StorageError,
 )
+from signal_batch.failures import at_once, output_error
+from signal_batch.remote import open_file_system
 from signal_batch.specs import local_path, redact, refuse_credentials
 
 CLAIM = "_spec.json"
@@ -46,7 +51,13 @@ MANIFEST = "_manifest.json"
 RECEIPTS = "_receipts"
 QUARANTINE = "_quarantine"
 DATA = "data"
+ATTEMPTS = "_attempts"
+ERRORS = "_errors"
+ORDERS = "_orders"
 _FETCHES = 16
+
+#: A document, None where there is none, or what is wrong with it.
+Found: TypeAlias = dict[str, Any] | DamagedOutputError | None
 
 _RECEIPT_TYPES: dict[str, type] = {"int": int, "str": str, "tuple[int, ...]": tuple}
 #: What a file system without hard links says to a request for one.
@@ -100,8 +111,7 @@ class OutputStore:
         refuse_credentials(uri)
         self.uri = uri if "://" in uri else str(local_path(uri))
         try:
-            # Listings are never cached: another process may be writing here.
-            self._fs, self._root = fsspec.url_to_fs(self.uri, use_listings_cache=False)
+            self._fs, self._root = open_file_system(self.uri)
         except ImportError as exc:
             raise InputError(f"{self.uri} needs another package: {exc}") from exc
         except ValueError as exc:
@@ -190,16 +200,67 @@ class OutputStore:
 
     def listing(self, folder: str) -> dict[str, int]:
         """Names directly in a folder, with their sizes in bytes; empty if there is none."""
+        return {name: int(entry["size"] or 0) for name, entry in self._files(folder).items()}
+
+    def _files(self, folder: str) -> dict[str, dict[str, Any]]:
         with self._errors(folder):
             try:
                 entries = self._fs.ls(self._path(folder), detail=True)
             except FileNotFoundError:
                 return {}
             return {
-                entry["name"].rstrip("/").rpartition("/")[2]: int(entry["size"] or 0)
+                entry["name"].rstrip("/").rpartition("/")[2]: entry
                 for entry in entries
                 if entry["type"] == "file"
             }
+
+    def times(self, folder: str) -> dict[str, float | None]:
+        """When the files directly in a folder were written, in seconds since 1970.
+
+        None where the file system does not say; whole seconds on S3.
+        """
+        return {name: _modified(entry) for name, entry in self._files(folder).items()}
+
+    def read_documents(self, paths: Sequence[str]) -> list[Found]:
+        """Objects of JSON, read side by side: None for one that is gone, the error of a bad one."""
+        with ThreadPoolExecutor(_FETCHES) as pool:
+            return list(pool.map(self._read_or_error, paths))
+
+    def _read_or_error(self, path: str) -> Found:
+        try:
+            return self._read_json(path)
+        except DamagedOutputError as exc:
+            return exc
+
+    def put_note(self, path: str, document: Mapping[str, Any]) -> None:
+        """Write a small object that nothing depends on: whole, but not forced to disk.
+
+        Does not bring back an output folder that was removed.
+        """
+        with self._errors(path), at_once():
+            target = self._path(path)
+            if not self._local:
+                self._fs.pipe_file(target, _document(document))
+                return
+            staged = Path(f"{target}.{uuid.uuid4().hex}.tmp")
+            try:
+                if not staged.parent.is_dir():
+                    staged.parent.mkdir()
+                staged.write_bytes(_document(document))
+                # Some file systems force to disk what replaces another file.
+                Path(target).unlink(missing_ok=True)
+                staged.replace(target)
+            finally:
+                staged.unlink(missing_ok=True)
+
+    def remove_notes(self, folder: str) -> None:
+        """Remove a folder of notes."""
+        paths = [f"{folder}/{name}" for name in self.listing(folder)]
+        with ThreadPoolExecutor(_FETCHES) as pool:
+            list(pool.map(lambda path: self.remove([path]), paths))
+        if self._local:
+            with suppress(OSError):  # there was none, or another run writes there
+                Path(self._path(folder)).rmdir()
 
     def everything(self, folder: str) -> set[str]:
         """Paths of all files below a folder, at any depth, relative to it."""
@@ -212,6 +273,12 @@ class OutputStore:
         """Copy an object of the output to a local file."""
         with self._errors(path):
             self._fs.get_file(self._path(path), str(local))
+
+    @contextmanager
+    def open(self, path: str) -> Iterator[IO[bytes]]:
+        """An object of the output as a file to read from, of which only what is read is fetched."""
+        with self._errors(path), self._fs.open(self._path(path), "rb") as stream:
+            yield stream
 
     def put_object(self, path: str, payload: bytes) -> None:
         """Write an object whole, in place of what may be there under that name."""
@@ -274,7 +341,8 @@ class OutputStore:
             if entries and self._fs.isfile(self._root):
                 raise InputError(f"{self.uri} is a file; an output is a folder")
             names = [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
-            return [name for name in names if not name.endswith(".tmp")]
+            ours = (ATTEMPTS, ERRORS)  # of a worker that outlived a folder that was removed
+            return [name for name in names if name not in ours and not name.endswith(".tmp")]
 
     def _read_json(self, path: str) -> dict[str, Any] | None:
         with self._errors(path):
@@ -296,6 +364,8 @@ class OutputStore:
                     self._fs.pipe_file(target, payload, mode="create")
             except FileExistsError:
                 return False
+            except StorageError:
+                raise  # the service does not answer: it would not say either what is there
             except Exception:
                 # s3fs says "invalid argument" where the service refused to overwrite. What is
                 # there stands, also if it is our own write whose answer was lost.
@@ -342,26 +412,6 @@ class _ErrorsOf:
         raise output_error(exc, self._where) from exc
 
 
-def output_error(exc: Exception, where: str) -> SignalBatchError:
-    """What a failed write or read of an output means, and whether trying again can help."""
-    name = type(exc).__name__
-    if isinstance(exc, OSError) and exc.errno in (errno.ENOSPC, errno.EDQUOT):
-        return OutputError(f"no space left for {where}; free some and run the same command again")
-    if isinstance(exc, NotADirectoryError):
-        return InputError(f"{where} cannot be: a part of that path is a file, not a folder")
-    if isinstance(exc, PermissionError):
-        return OutputError(f"no access to {where}: {exc}")
-    if isinstance(exc, OSError) and exc.errno == errno.EROFS:
-        return OutputError(f"{where} cannot be written: {exc}")
-    if isinstance(exc, ValueError) or name == "ParamValidationError":
-        return InputError(f"{where} is no place to write to: {exc}")
-    if "NoCredentials" in name or "PartialCredentials" in name:
-        return InputError(f"no credentials for {where}: {exc}")
-    if isinstance(exc, FileNotFoundError):
-        return OutputError(f"{where} cannot be reached: {exc} (is there such a bucket?)")
-    return StorageError(f"{where}: {name}: {exc}")
-
-
 def differences(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     """Every field in which two identities differ, as `field: there X, here Y`."""
     changes: list[str] = []
@@ -400,6 +450,21 @@ def _json_object(payload: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DamagedOutputError(f"{where} does not hold a JSON object")
     return value
+
+
+def _modified(entry: Mapping[str, Any]) -> float | None:
+    """The time that a listing gives, under the name that each file system has for it."""
+    for key in ("mtime", "LastModified", "last_modified", "updated", "created"):
+        value = entry.get(key)
+        try:
+            value = datetime.fromisoformat(value) if isinstance(value, str) else value
+        except ValueError:
+            continue
+        if isinstance(value, datetime):
+            return value.timestamp()
+        if isinstance(value, int | float):
+            return float(value)
+    return None
 
 
 def _document(value: Mapping[str, Any]) -> bytes:

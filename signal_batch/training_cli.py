@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 from signal_batch import planning, report
-from signal_batch.cli_options import Runners, command, fields_from
+from signal_batch.backfill import tell_outcome
+from signal_batch.cli_options import Runners, add_scheduled, as_scheduled, command, fields_from
 from signal_batch.models import evaluate, prediction_fields, read_model
 from signal_batch.pins import write_pin
 from signal_batch.publishing import TrainOutcome
@@ -71,6 +72,7 @@ _FLAGS = (
     ("--retries", "retries", "N"),
     ("--stall-timeout", "stall_timeout_s", "SECONDS"),
     ("--safe-decode", "safe_decode", None),
+    ("--credentials", "credentials", "BLOCK"),
     ("--pin", "pin", "FILE"),
 )
 #: Given once for each value.
@@ -99,6 +101,7 @@ def add_commands(commands: Any) -> None:
     train.add_argument("dataset", metavar="DATASET", nargs="?", default=argparse.SUPPRESS)
     train.add_argument("output", metavar="OUT", nargs="?", default=argparse.SUPPRESS)
     _add_flags(train)
+    add_scheduled(train)
     train.add_argument("--write-pin", metavar="FILE", help="write the pin of this run")
     train.add_argument("--spec", metavar="FILE", help="YAML or JSON file with the spec's fields")
     train.add_argument("--dry-run", action="store_true", help="show the plan; write nothing")
@@ -143,24 +146,30 @@ def run_training(spec: TrainSpec, runners: Runners) -> None:
     if OutputStore(spec.output).read_manifest() is not None:
         standing = standing_model(peek_training(prepare_training(spec)))
         if standing is not None:
-            report.show_model(spec.output, TrainOutcome(standing, already_complete=True))
+            _show(spec, TrainOutcome(standing, already_complete=True))
             return
     with report.progress_bar() as on_progress:
         outcome = runners.train(spec, on_progress=on_progress)
+    _show(spec, outcome)
+
+
+def _show(spec: TrainSpec, outcome: TrainOutcome) -> None:
     report.show_model(spec.output, outcome)
+    tell_outcome(outcome)
 
 
 def _train(arguments: argparse.Namespace, runners: Runners) -> int:
-    spec = train_spec_from(arguments)
-    pin = planning.pin_inputs(spec)
-    if arguments.write_pin:
-        write_pin(pin, arguments.write_pin)
-    job = plan_training(spec, pin, planning.select(spec, pin))
-    check_trainer(job)
-    if arguments.dry_run:
-        report.show_training_plan(peek_training(job))
-        return 0
-    run_training(spec, runners)
+    spec = as_scheduled(train_spec_from(arguments), arguments)
+    with runners.storage(spec.execution.credentials):
+        pin = planning.pin_inputs(spec)
+        if arguments.write_pin:
+            write_pin(pin, arguments.write_pin)
+        job = plan_training(spec, pin, planning.select(spec, pin))
+        check_trainer(job)
+        if arguments.dry_run:
+            report.show_training_plan(peek_training(job))
+            return 0
+        run_training(spec, runners)
     return 0
 
 

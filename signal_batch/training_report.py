@@ -115,18 +115,26 @@ def _warnings(model: Json, history: Sequence[Json]) -> str:
     return f'<section class="warnings">\n<h2>Warnings</h2>\n<ul>{items}</ul>\n</section>'
 
 
-def _learning(history: Sequence[Json], evaluation: Mapping[str, Json]) -> str:
-    chosen = _learned(history)
-    figures = []
-    for name in chosen:
+def learning_curves(history: Sequence[Json]) -> list[tuple[str, str]]:
+    """Pictures of the metrics that say how learning went, as `data:` URIs, each with its words.
+
+    To be called within `pictures.drawing()`.
+    """
+    drawn = []
+    for name in _learned(history):
         curves = {side: _curve(history, side, name) for side in pictures.LINES}
         curves = {side: points for side, points in curves.items() if points}
         if curves:
             ends = (
                 f"{side} ends at {wording.metric(name, c[-1][1])}" for side, c in curves.items()
             )
-            alt = f"{name} over steps: {', '.join(ends)}"
-            figures.append(_figure(pictures.draw_curves(name, curves), alt))
+            words = f"{name} over steps: {', '.join(ends)}"
+            drawn.append((pictures.draw_curves(name, curves), words))
+    return drawn
+
+
+def _learning(history: Sequence[Json], evaluation: Mapping[str, Json]) -> str:
+    figures = [_figure(picture, words) for picture, words in learning_curves(history)]
     rows = []
     for side in SIDES:
         result = evaluation.get(side, {})

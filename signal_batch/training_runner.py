@@ -12,6 +12,7 @@ from signal_batch.errors import SignalBatchError
 from signal_batch.processes import retried, stop_workers
 from signal_batch.publishing import TrainOutcome, publish
 from signal_batch.ranks import OnEvent, run_evaluation, run_ranks, run_statistics
+from signal_batch.specs import refuse_block
 from signal_batch.training_job import TrainJob, claim_training, standing_model
 from signal_batch.training_planning import check_trainer, prepare_training
 from signal_batch.training_spec import TrainSpec
@@ -28,6 +29,7 @@ def train(spec: TrainSpec, *, on_progress: OnProgress | None = None) -> TrainOut
     processes are stopped first, and the checkpoints stay. `on_progress(records, total=None)` is
     called as steps are taken.
     """
+    refuse_block(spec.execution.credentials)
     job = prepare_training(spec)
     check_trainer(job)
     job = claim_training(job)

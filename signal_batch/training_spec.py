@@ -30,11 +30,14 @@ from pydantic import (
 
 from signal_batch.errors import SpecError
 from signal_batch.specs import (
+    MOST_SECONDS,
+    OPTIONS_FORM,
     Column,
     Credentials,
     Frozen,
     JobSpec,
     Json,
+    Limits,
     Selector,
     check_json,
     refuse_credentials,
@@ -46,6 +49,8 @@ SNR_NAMES = ("snr", "snr_db")
 
 #: A bucket is kept as a byte.
 MOST_BUCKETS = 255
+#: Above any dataset or schedule there is, and below what a form in a browser can still count.
+MOST_STEPS = 1 << 48
 
 KeyValue = bool | int | float | str
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -187,14 +192,29 @@ class TrainExecution(Frozen):
 
     ranks: int = Field(default=1, ge=1, le=1024, description="processes that share each batch")
     threads: int = Field(default=2, ge=1, le=256, description="batches read at a time, per rank")
-    prefetch_batches: int = Field(default=4, ge=1, le=1024, description="batches that may wait")
-    retries: int = Field(default=3, ge=0, le=100, description="further attempts from a checkpoint")
-    retry_delay_s: float = Field(default=2.0, ge=0, description="first pause, doubling")
-    stall_timeout_s: float = Field(
-        default=900.0, gt=0, description="kill a run that takes no step for so long"
+    prefetch_batches: int = Field(
+        default=4, ge=1, le=1024, title="Prefetched batches", description="batches that may wait"
     )
-    safe_decode: bool = Field(default=False, description="use signal-dataset's decoder")
+    retries: int = Field(default=3, ge=0, le=100, description="further attempts from a checkpoint")
+    retry_delay_s: float = Field(
+        default=2.0,
+        ge=0,
+        le=MOST_SECONDS,
+        title="Retry delay (seconds)",
+        description="first pause, doubling",
+    )
+    stall_timeout_s: float = Field(
+        default=900.0,
+        gt=0,
+        le=MOST_SECONDS,
+        title="Stall timeout (seconds)",
+        description="kill a run that takes no step for so long",
+    )
+    safe_decode: bool = Field(
+        default=False, title="Safe decoder", description="use signal-dataset's decoder"
+    )
     credentials: Credentials = None
+    limits: Limits = ()
 
 
 class TrainSpec(JobSpec):
@@ -204,50 +224,115 @@ class TrainSpec(JobSpec):
     """
 
     target: str | None = Field(
-        default=None, description="column to learn: whole numbers, text or booleans are classes"
+        default=None,
+        description="column to learn: whole numbers, text or booleans are classes",
+        examples=["label"],
     )
     split: Annotated[Split, WithJsonSchema({"type": "string", "title": "Split"})] = Field(
         default=Split(),
         description="sides of records, e.g. 'scene test=0.2' or 'metadata:split test=test'",
+        examples=["scene test=0.2 validation=0.1", "metadata:split test=test"],
     )
     transforms: tuple[Annotated[Transform, WithJsonSchema({"type": "string"})], ...] = Field(
         default=(),
         description="steps between a record and the model, e.g. 'add_noise snr_db=[0,20]'",
+        examples=[["unit_power", "add_noise snr_db=[0,20]", "normalize"]],
     )
     inputs: tuple[str, ...] = Field(
-        default=(), description="columns that the model sees; by default every tensor"
+        default=(),
+        description="columns that the model sees; by default every tensor",
+        examples=[["samples"]],
     )
     lengths: Literal["equal", "pad", "crop", "bucket"] = Field(
         default="equal", description="how records of different lengths come into one batch"
     )
     length: int | None = Field(
-        default=None, ge=1, description="samples to pad or crop to; by default what the data needs"
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        description="samples to pad or crop to; by default what the data needs",
     )
-    buckets: tuple[int, ...] = Field(
-        default=(), description="largest length of each bucket; by default four of equal counts"
+    buckets: tuple[
+        Annotated[int, WithJsonSchema({"type": "integer", "minimum": 1, "maximum": MOST_STEPS})],
+        ...,
+    ] = Field(
+        default=(),
+        description="largest length of each bucket; by default four of equal counts",
+        examples=[[1024, 4096]],
     )
-    batch_size: int = Field(default=64, ge=1, le=1_000_000, description="records of a global step")
-    epochs: int | None = Field(default=None, ge=1, description="passes over the training records")
-    steps: int | None = Field(default=None, ge=1, description="global steps, instead of epochs")
+    batch_size: int = Field(
+        default=64,
+        ge=1,
+        le=1_000_000,
+        title="Batch size",
+        description="records of a global step",
+    )
+    epochs: int | None = Field(
+        default=None, ge=1, le=MOST_STEPS, description="passes over the training records"
+    )
+    steps: int | None = Field(
+        default=None, ge=1, le=MOST_STEPS, description="global steps, instead of epochs"
+    )
     seed: int = Field(default=0, ge=0, lt=1 << 32, description="of order, transforms and model")
     shuffle: Literal["global", "block", "none"] = Field(
         default="global", description="block reads shard by shard, for storage that is far away"
     )
-    trainer: str = Field(description="sklearn, jax or package.module:Class")
-    trainer_args: dict[str, Json] = Field(default_factory=dict, description="its options")
-    checkpoint_steps: int = Field(default=500, ge=1, description="save after so many steps")
-    checkpoint_s: float = Field(default=60.0, gt=0, description="and after so many seconds")
-    keep_checkpoints: int = Field(default=3, ge=1, le=1000, description="how many are kept")
+    trainer: str = Field(
+        description="sklearn, jax or package.module:Class", examples=["sklearn", "nearest:Mean"]
+    )
+    trainer_args: Annotated[dict[str, Json], OPTIONS_FORM] = Field(
+        default_factory=dict,
+        title="Trainer options",
+        description="options of the trainer, a JSON object",
+        examples=[{"estimator": "MLPClassifier"}],
+    )
+    checkpoint_steps: int = Field(
+        default=500,
+        ge=1,
+        le=MOST_STEPS,
+        title="Checkpoint every (steps)",
+        description="save after so many steps",
+    )
+    checkpoint_s: float = Field(
+        default=60.0,
+        gt=0,
+        le=MOST_SECONDS,
+        title="Checkpoint every (seconds)",
+        description="and after so many seconds",
+    )
+    keep_checkpoints: int = Field(
+        default=3, ge=1, le=1000, title="Checkpoints kept", description="how many are kept"
+    )
     evaluate_steps: int | None = Field(
-        default=None, ge=1, description="evaluate every so many steps; by default once an epoch"
+        default=None,
+        ge=1,
+        le=MOST_STEPS,
+        title="Evaluate every (steps)",
+        description="evaluate every so many steps; by default once an epoch",
     )
-    log_steps: int = Field(default=10, ge=1, description="steps of one line of metrics")
+    log_steps: int = Field(
+        default=10,
+        ge=1,
+        le=MOST_STEPS,
+        title="Log every (steps)",
+        description="steps of one line of metrics",
+    )
     by: tuple[str, ...] | None = Field(
-        default=None, description="value columns to break accuracy down by; by default an SNR"
+        default=None,
+        title="Accuracy by",
+        description="value columns to break accuracy down by; by default an SNR",
+        examples=[["snr_db"]],
     )
-    mlflow: str | None = Field(default=None, description="MLflow tracking URI to log to")
+    mlflow: str | None = Field(
+        default=None,
+        title="MLflow",
+        description="MLflow tracking URI to log to",
+        examples=["http://mlflow:5000"],
+    )
     execution: TrainExecution = Field(
-        default=TrainExecution(), description="how it is run; never changes what a step sees"
+        default=TrainExecution(),
+        title="Execution",
+        description="how it is run; never changes what a step sees",
     )
 
     @field_validator("transforms", mode="before")

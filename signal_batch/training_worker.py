@@ -18,6 +18,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from signal_batch.notes import Attendance
 from signal_batch.program import Emit, serve
 from signal_batch.training_job import TrainJob
 from signal_batch.training_run import evaluate_model, measure_statistics, train_rank
@@ -25,6 +26,8 @@ from signal_batch.training_run import evaluate_model, measure_statistics, train_
 
 def work(order: dict[str, Any], emit: Emit) -> None:
     job = TrainJob.from_json(order["job"])
+    if order.get("rank", 0) == 0:  # ranks stand and fall together
+        Attendance(job.spec.output, job.run_key, order.get("run_id")).begin(order["do"])
     if order["do"] == "statistics":
         measure_statistics(job, emit)
     elif order["do"] == "evaluate":

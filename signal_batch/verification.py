@@ -25,8 +25,10 @@ from signal_batch.pins import Pin
 from signal_batch.selection import Selection
 from signal_batch.specs import MODEL_FORMAT, checked, digest
 from signal_batch.store import (
+    ATTEMPTS,
     CLAIM,
     DATA,
+    ERRORS,
     MANIFEST,
     QUARANTINE,
     RECEIPTS,
@@ -189,7 +191,10 @@ def _stray_faults(store: OutputStore, named: list[Receipt]) -> Iterator[str]:
         if receipt.bad_ordinals:
             expected.add(f"{QUARANTINE}/{receipt.name}.jsonl")
     receipts = f"{RECEIPTS}/"  # a receipt of no part is told as such, by its content
+    notes = (f"{ATTEMPTS}/", f"{ERRORS}/")  # of an attempt that outlived the commit
     for name in sorted(store.everything("") - expected):
+        if name.startswith(notes):
+            continue
         if not (name.startswith(receipts) and name.endswith(".json")):
             yield f"{name} is not named by the manifest"
 

@@ -7,7 +7,8 @@ lines on stdout::
     {"event": "receipt", "receipt": {...}}
     {"event": "error", "kind": "CorruptDatasetError", "message": "...", "ordinal": 17}
 
-A part that already has a receipt is not done again. See `program` for the rest.
+A part that already has a receipt is not done again. What it begins it notes in the output, for
+people; see `notes`, and `program` for the rest.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ import sys
 from typing import Any
 
 from signal_batch.export import PartExporter, WorkOrder, sweep_temporary
+from signal_batch.notes import Attendance
 from signal_batch.program import Emit, serve
 from signal_batch.store import OutputStore
 
 
-def work(order: WorkOrder, emit: Emit) -> None:
+def work(order: WorkOrder, emit: Emit, *, run_id: str | None = None) -> None:
     """Export every part of the order that has no receipt yet."""
     sweep_temporary()
+    attendance = Attendance(order.spec.output, order.run_key, run_id)
     done = OutputStore(order.spec.output).receipts()
     with PartExporter(order) as exporter:
         for part, selection in zip(order.parts, order.runs, strict=True):
             receipt = done.get(part.index)
             if receipt is None:
+                attendance.begin("export", part)
                 receipt = exporter.export(
                     part, selection, lambda rows: emit({"event": "progress", "rows": rows})
                 )
@@ -37,7 +41,7 @@ def work(order: WorkOrder, emit: Emit) -> None:
 
 
 def _serve_json(order: dict[str, Any], emit: Emit) -> None:
-    work(WorkOrder.from_json(order), emit)
+    work(WorkOrder.from_json(order), emit, run_id=order.get("run_id"))
 
 
 if __name__ == "__main__":

@@ -3,27 +3,32 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from prefect import get_run_logger
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.futures import PrefectFuture
 from prefect.runtime import task_run
 
 from signal_batch import job as steps
 from signal_batch import planning
+from signal_batch.engines import Engine, Fallout, LocalEngine, engine_for, following
+from signal_batch.errors import DamagedOutputError, SignalBatchError
 from signal_batch.export import WorkOrder
 from signal_batch.job import ExportJob, Outcome
 from signal_batch.pins import Pin
 from signal_batch.plan import Shard
-from signal_batch.processes import run_worker, stop_workers
-from signal_batch.report import human_bytes
 from signal_batch.selection import Selection
-from signal_batch.specs import ExportSpec
+from signal_batch.specs import Execution, ExportSpec
+from signal_batch.store import ORDERS, OutputStore, Receipt
+from tasks import reporting
+from tasks.credentials import use_credentials
 from tasks.fanout import run_bounded
 from tasks.policy import retry_delays, task
 from tasks.tracking import report_rows, tracked
+from tasks.work_pool import WorkPoolEngine
 
 ShardRow = dict[str, Any]
 
@@ -38,22 +43,10 @@ def plan_parts(spec: ExportSpec, pin: Pin, selection: Selection) -> ExportJob:
 
 @task(name="export shard")
 def export_shard(order: dict[str, Any], label: str, run_id: str) -> ShardRow:
-    """Run one worker process over the parts of a work order, given as JSON."""
+    """Have one worker program run over the parts of a work order, given as JSON."""
     started = time.monotonic()
-    receipts = run_worker(WorkOrder.from_json(order), partial(report_rows, run_id), run_id=run_id)
-    seconds = time.monotonic() - started
-    rows = sum(receipt.rows for receipt in receipts)
-    get_run_logger().info("%s: %d rows in %.1f s", label, rows, seconds)
-    return {
-        "shard": label,
-        "parts": len(receipts),
-        "rows": rows,
-        "bytes": sum(receipt.bytes for receipt in receipts),
-        "set aside": sum(len(receipt.bad_ordinals) for receipt in receipts),
-        "attempts": task_run.run_count,
-        "seconds": round(seconds, 2),
-        "records/s": round(rows / max(seconds, 1e-9)),
-    }
+    receipts = _engines[run_id].run(WorkOrder.from_json(order), partial(report_rows, run_id))
+    return _row(label, receipts, time.monotonic() - started, attempts=task_run.run_count)
 
 
 @task(name="commit output")
@@ -62,45 +55,83 @@ def commit_output(job: ExportJob, run: dict[str, Any]) -> dict[str, Any]:
 
 
 @task(name="report")
-def report_run(outcome: Outcome, output: str, rows: list[ShardRow], seconds: float) -> None:
-    """Leave the table of shards and a summary on the run's page.
-
-    The output is complete by now: a server that does not take the report must not fail the run.
-    """
-    try:
-        if rows:
-            create_table_artifact(table=rows, key="export-shards", description="shards of this run")
-        create_markdown_artifact(
-            _summary(outcome, output, rows, seconds), key="export-report", description=output
-        )
-    except Exception as exc:
-        get_run_logger().warning("the report could not be left on the run's page: %s", exc)
+def report_run(outcome: Outcome, spec: ExportSpec, rows: list[ShardRow], seconds: float) -> None:
+    """Leave the table of shards and a report on the run's page."""
+    reporting.report_export(outcome, spec, rows, seconds)
 
 
 def export_shards(job: ExportJob, run_id: str) -> list[ShardRow]:
-    """Run every shard that still lacks receipts, `workers` at a time.
+    """Run every shard that still lacks receipts, `workers` at a time, where the spec says.
 
-    Any end but a good one stops the worker processes of the run first. The first failure is
-    raised; what has a receipt stays, and the next run goes on from there.
+    A shard that fails by its data leaves the others alone; the run fails when they are done. Any
+    other error stops the worker programs of the run first. What has a receipt stays, and the
+    next run goes on from there.
     """
     progress = steps.progress_of(job)
-    rows: list[ShardRow] = []
-    submits = [partial(_submit, job, shard, run_id) for shard in progress.shards]
     total = len(job.selection)
-    with tracked(
-        run_id,
-        progress.done_rows,
-        total,
-        key="export-progress",
-        description=f"{total:,} records to export",
+    execution = job.spec.execution
+    rows: list[ShardRow] = []
+    fallout = Fallout()
+    with (
+        _engine(execution, run_id) as engine,
+        tracked(
+            run_id,
+            progress.done_rows,
+            total,
+            key="export-progress",
+            description=f"{total:,} records to export",
+        ) as shown,
+        following(engine, job, progress.done_rows, shown.add),
     ):
+        submits = {shard.label: partial(_submit, job, shard, run_id) for shard in progress.shards}
         try:
-            for future in run_bounded(submits, job.spec.execution.workers):
-                rows.append(future.result())
-        except BaseException:
-            stop_workers(run_id)  # at once: closing the progress may wait for a slow server
+            for label, future in run_bounded(submits, execution.workers):
+                try:
+                    rows.append(future.result())
+                except SignalBatchError as exc:
+                    rows.append({"shard": label, "error": str(exc)})
+                    fallout.add(label, exc)
+            fallout.check()
+        except BaseException as exc:
+            engine.stop()  # at once: closing the progress may wait for a slow server
+            if isinstance(exc, SignalBatchError) and rows:
+                reporting.leave_shards(rows)
             raise
-    return sorted(rows, key=lambda row: str(row["shard"]))
+    labels = list(submits)
+    return sorted(rows, key=lambda row: labels.index(row["shard"]))
+
+
+def run_order(output: str, name: str, label: str, credentials: str | None) -> None:
+    """Run the worker program for a work order that an export left in its output folder."""
+    use_credentials(credentials)
+    document = OutputStore(output).read_document(f"{ORDERS}/{name}.json")
+    if document is None:
+        raise DamagedOutputError(
+            f"{output}/{ORDERS}/{name}.json is not there: the export that asked for it is over"
+        )
+    started = time.monotonic()
+    with LocalEngine() as engine:
+        receipts = engine.run(WorkOrder.from_json(document), lambda rows: None)
+    row = _row(label, receipts, time.monotonic() - started, attempts=1)
+    get_run_logger().info("%s: %d rows in %.1f s", label, row["rows"], row["seconds"])
+
+
+#: The engine of each run of this process.
+_engines: dict[str, Engine] = {}
+
+
+@contextmanager
+def _engine(execution: Execution, run_id: str) -> Iterator[Engine]:
+    if execution.engine == "work-pool":
+        chosen: Engine = WorkPoolEngine(execution.runner_address, run_id, execution.credentials)
+    else:
+        chosen = engine_for(execution)
+    with chosen as engine:
+        _engines[run_id] = engine
+        try:
+            yield engine
+        finally:
+            del _engines[run_id]
 
 
 def _submit(job: ExportJob, shard: Shard, run_id: str) -> PrefectFuture[ShardRow]:
@@ -109,35 +140,20 @@ def _submit(job: ExportJob, shard: Shard, run_id: str) -> PrefectFuture[ShardRow
         task_run_name=f"export {shard.label}",
         retries=execution.retries,
         retry_delay_seconds=retry_delays(execution),
+        tags={"export-shard", *execution.limits},
     )
     return named.submit(job.order(shard).to_json(), shard.label, run_id)
 
 
-def _summary(outcome: Outcome, output: str, rows: list[ShardRow], seconds: float) -> str:
-    manifest = outcome.manifest
-    totals, pin = manifest["totals"], manifest["pin"]
-    pins = [f"| dataset | {pin['uri']} | `{pin['fingerprint'][:16]}` |"]
-    pins += [
-        f"| annotations | {item['name']} {item['publication_id']} | `{item['root_sha256'][:16]}` |"
-        for item in pin["annotations"]
-    ]
-    written = sum(row["rows"] for row in rows)
-    pace = f"{written:,} rows in {seconds:.1f} s, {written / max(seconds, 1e-9):,.0f} records/s"
-    return "\n".join(
-        [
-            f"# Export to {output}",
-            "Complete already; nothing was done." if outcome.already_complete else f"Wrote {pace}.",
-            "",
-            "| | |",
-            "| --- | --- |",
-            f"| rows | {totals['rows']:,} |",
-            f"| files | {totals['files']:,} |",
-            f"| bytes | {human_bytes(totals['bytes'])} |",
-            f"| set aside | {totals['bad']:,} |",
-            f"| run key | `{manifest['run_key']}` |",
-            "",
-            "| pinned | what | digest |",
-            "| --- | --- | --- |",
-            *pins,
-        ]
-    )
+def _row(label: str, receipts: Sequence[Receipt], seconds: float, attempts: int) -> ShardRow:
+    rows = sum(receipt.rows for receipt in receipts)
+    return {
+        "shard": label,
+        "parts": len(receipts),
+        "rows": rows,
+        "bytes": sum(receipt.bytes for receipt in receipts),
+        "set aside": sum(len(receipt.bad_ordinals) for receipt in receipts),
+        "attempts": attempts,
+        "seconds": round(seconds, 2),
+        "records/s": round(rows / max(seconds, 1e-9)),
+    }

@@ -32,6 +32,7 @@ def task(name: str) -> Callable[[Callable[P, R]], Task[P, R]]:
         return Task(
             function,
             name=name,
+            task_run_name=name,
             cache_policy=NO_CACHE,
             persist_result=False,
             retries=RETRIES,

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from prefect import Task, get_run_logger
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from signal_batch.pins import Pin
 from signal_batch.processes import stop_workers
@@ -17,6 +16,7 @@ from signal_batch.training_job import TrainJob, claim_training
 from signal_batch.training_planning import check_trainer, plan_training
 from signal_batch.training_runner import RunListener
 from signal_batch.training_spec import TrainSpec
+from tasks import reporting
 from tasks.policy import retry_delays, task
 from tasks.tracking import RunProgress, tracked
 
@@ -58,21 +58,9 @@ def publish_model(job: TrainJob, run: dict[str, Any], warnings: tuple[str, ...])
 
 
 @task(name="report")
-def report_run(outcome: TrainOutcome, output: str, metrics: list[dict[str, Any]]) -> None:
-    """Leave the table of evaluations and a summary on the run's page.
-
-    The model is published by now: a server that does not take the report must not fail the run.
-    """
-    try:
-        if metrics:
-            create_table_artifact(
-                table=metrics, key="training-metrics", description="evaluations while training"
-            )
-        create_markdown_artifact(
-            _summary(outcome, output), key="training-report", description=output
-        )
-    except Exception as exc:
-        get_run_logger().warning("the report could not be left on the run's page: %s", exc)
+def report_run(outcome: TrainOutcome, spec: TrainSpec, metrics: list[dict[str, Any]]) -> None:
+    """Leave the table of evaluations and a report on the run's page."""
+    reporting.report_training(outcome, spec, metrics)
 
 
 def learn(job: TrainJob, run_id: str) -> RunListener:
@@ -121,37 +109,8 @@ def _reporter(progress: RunProgress) -> Callable[..., None]:
 
 def _patient(step: Task[..., None], job: TrainJob) -> Task[..., None]:
     execution = job.spec.execution
-    return step.with_options(retries=execution.retries, retry_delay_seconds=retry_delays(execution))
-
-
-def _summary(outcome: TrainOutcome, output: str) -> str:
-    manifest = outcome.manifest
-    pin = manifest["pin"]
-    results = [
-        f"| {side} {name} | {value:.4g} |"
-        for side, metrics in manifest["metrics"].items()
-        for name, value in metrics.items()
-    ]
-    pins = [f"| dataset | {pin['uri']} | `{pin['fingerprint'][:16]}` |"]
-    pins += [
-        f"| annotations | {item['name']} {item['publication_id']} | `{item['root_sha256'][:16]}` |"
-        for item in pin["annotations"]
-    ]
-    done = "Complete already; nothing was done." if outcome.already_complete else ""
-    return "\n".join(
-        [
-            f"# {manifest['trainer']} model at {output}",
-            done,
-            "",
-            "| | |",
-            "| --- | --- |",
-            f"| steps | {manifest['steps']:,} |",
-            *results,
-            f"| run key | `{manifest['run_key']}` |",
-            f"| report | {output.rstrip('/')}/report.html |",
-            "",
-            "| pinned | what | digest |",
-            "| --- | --- | --- |",
-            *pins,
-        ]
+    return step.with_options(
+        retries=execution.retries,
+        retry_delay_seconds=retry_delays(execution),
+        tags={"train-model", *execution.limits},
     )

@@ -54,11 +54,11 @@ def export_here(spec: ExportSpec, *, parts: int | None = None) -> ExportJob:
 
 
 def stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """Identity and time of every file below a folder."""
+    """Identity and time of every file below a folder, notes for people aside."""
     return {
         str(path.relative_to(folder)): (path.stat().st_ino, path.stat().st_mtime_ns)
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and path.parent.name not in ("_attempts", "_errors")
     }
 
 
@@ -376,7 +376,8 @@ def test_a_disk_that_really_fills_up(
         done = OutputStore(spec.output).receipts()
         assert 0 < len(done) < len(undisturbed["files"])
         files = {path.name: path.stat().st_size for path in (disk / "out" / "data").iterdir()}
-        assert {receipt.file: receipt.bytes for receipt in done.values()} == files
+        assert {receipt.file: receipt.bytes for receipt in done.values()}.items() <= files.items()
+        assert len(files) - len(done) <= 1, "one may have found room, and its receipt none"
         subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
         manifest = commit(export_here(spec))
         assert digests(manifest) == digests(undisturbed)

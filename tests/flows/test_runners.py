@@ -1,0 +1,272 @@
+"""The same export on a Dask cluster, a Ray cluster and a work pool, with things killed on the way.
+
+Every engine is real: a Dask scheduler with two workers, a Ray cluster, and two Prefect workers that
+poll a work pool, each a process of its own. The right values are those of an export without any
+of them, which other tests hold against a plain loop.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from signal_batch import export, verify
+
+pytestmark = pytest.mark.xdist_group("prefect")
+BIN = Path(sys.executable).parent
+POOL = "runners"
+RUNNERS = ("dask", "ray", "work-pool")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def done_parts(out: Path) -> set[int]:
+    return {int(path.stem.removeprefix("part-")) for path in (out / "_receipts").glob("*.json")}
+
+
+def digests(out: Path) -> dict[str, str]:
+    receipts = [json.loads(path.read_text()) for path in (out / "_receipts").glob("*.json")]
+    return {receipt["file"]: receipt["logical_digest"] for receipt in receipts}
+
+
+def under_way(process: subprocess.Popen[str], workers: Any, out: Path) -> bool:
+    """Whether two workers are at it and a part is done; fails if the command has ended."""
+    assert process.poll() is None, process.communicate()
+    return len(workers.alive) == 2 and bool(done_parts(out))
+
+
+def computed(workers: Any) -> list[int]:
+    return sorted(ordinal for log in workers.logs.values() for ordinal in log)
+
+
+class Cluster:
+    """Processes of a test, stopped in the order in which they were started, backwards."""
+
+    def __init__(self) -> None:
+        self.processes: list[subprocess.Popen[bytes]] = []
+
+    def start(self, *command: object, **environment: str) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, command)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=os.environ | environment,
+        )
+        self.processes.append(process)
+        return process
+
+    def stop(self) -> None:
+        for process in reversed(self.processes):
+            process.terminate()
+        for process in reversed(self.processes):
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.stop()
+
+
+@pytest.fixture
+def slow(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every batch takes half a second, in whatever a test starts from here on."""
+    monkeypatch.setenv("TEST_PAUSE_S", "0.5")
+
+
+@pytest.fixture
+def dask_address(cluster: Cluster, slow: None, tmp_path: Path) -> str:
+    """A Dask scheduler with two workers, which can use the helper features."""
+    pytest.importorskip("distributed", reason="distributed is not installed (extra dask)")
+    address = f"tcp://127.0.0.1:{free_port()}"
+    quiet = ("--no-dashboard", "--host", "127.0.0.1")
+    cluster.start("-m", "distributed.cli.dask_scheduler", *quiet, "--port", address[16:])
+    for name in ("one", "two"):
+        folder = ("--local-directory", tmp_path / name)
+        options = (*quiet, "--nworkers", 1, "--nthreads", 1, "--no-nanny", *folder)
+        cluster.start("-m", "distributed.cli.dask_worker", address, *options)
+    return address
+
+
+@pytest.fixture
+def work_pool(api: Any, cluster: Cluster, slow: None) -> str:
+    """The deployments of an export on a work pool that two Prefect workers poll."""
+    from prefect.client.orchestration import get_client
+    from prefect.client.schemas.actions import WorkPoolCreate
+    from prefect.deployments.runner import EntrypointType
+
+    from flows.export_features import export_features
+    from flows.export_shard import export_shard
+
+    with get_client(sync_client=True) as client:
+        if POOL not in [pool.name for pool in client.read_work_pools()]:
+            client.create_work_pool(WorkPoolCreate(name=POOL, type="process"))
+    for flow in (export_shard, export_features):
+        flow.to_deployment(
+            flow.name, work_pool_name=POOL, entrypoint_type=EntrypointType.MODULE_PATH
+        ).apply()
+    for name in ("one", "two"):
+        cluster.start(
+            *("-m", "prefect", "worker", "start", "--pool", POOL, "--name", name, "--limit", 2),
+            PREFECT_API_URL=api.url,
+            PREFECT_WORKER_QUERY_SECONDS="1",
+        )
+    return "export-shard/export-shard"
+
+
+@pytest.fixture
+def runner(request: pytest.FixtureRequest, slow: None) -> str:
+    """What `--runner` takes, for the engine that a test is about."""
+    if request.param == "dask":
+        return f"dask:{request.getfixturevalue('dask_address')}"
+    if request.param == "ray":
+        pytest.importorskip("ray", reason="ray is not installed (extra ray)")
+        return "ray"
+    return f"work-pool:{request.getfixturevalue('work_pool')}"
+
+
+@pytest.mark.parametrize("runner", RUNNERS, indirect=True)
+def test_a_killed_machine_costs_only_what_it_was_writing(
+    runner: str,
+    start: Callable[..., Any],
+    arguments: list[str],
+    make_spec: Callable[..., Any],
+    workers: Any,
+    tmp_path: Path,
+    wait_until: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kill what started a worker program: a Dask worker, a Ray worker, a flow run's process."""
+    plain = make_spec(output=str(tmp_path / "plain"))
+    monkeypatch.setenv("TEST_PAUSE_S", "0")
+    export(plain)
+    workers.forget()
+    monkeypatch.setenv("TEST_PAUSE_S", "0.5")
+
+    out = tmp_path / "out"
+    process = start(*arguments, "--runner", runner)
+    try:
+        wait_until(lambda: under_way(process, workers, out), 120)
+        victim = workers.alive[0]
+        os.kill(parent_of(victim), signal.SIGKILL)
+        finished = done_parts(out)
+        wait_until(lambda: victim not in workers.alive, 5)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert (process.returncode, stderr) == (0, ""), stdout
+    assert verify(str(out)).ok
+    assert digests(out) == digests(tmp_path / "plain")
+    assert len(workers.logs) == 3
+    # What had a receipt was computed once; of the rest at most one part twice.
+    again = [ordinal for ordinal in range(0, 48, 4) if computed(workers).count(ordinal) > 1]
+    assert set(computed(workers)) == set(range(0, 48, 4))
+    assert not {ordinal // 8 for ordinal in again} & finished
+    assert len({ordinal // 8 for ordinal in again}) <= 1
+    left = {path.name for path in out.iterdir()}
+    assert left == {"_manifest.json", "_receipts", "_spec.json", "data"}
+
+
+@pytest.mark.parametrize("runner", RUNNERS, indirect=True)
+def test_a_stopped_run_ends_its_workers_everywhere_and_is_finished_by_the_same_command(
+    runner: str,
+    start: Callable[..., Any],
+    arguments: list[str],
+    workers: Any,
+    tmp_path: Path,
+    wait_until: Callable[..., Any],
+) -> None:
+    out = tmp_path / "out"
+    process = start(*arguments, "--runner", runner)
+    wait_until(lambda: under_way(process, workers, out), 120)
+    process.send_signal(signal.SIGINT)
+    workers.gone_after(5)
+    _, stderr = process.communicate(timeout=30)
+    assert process.returncode == 1
+    assert re.fullmatch(r"signal-batch: stopped; .*\n", stderr)
+
+    finished = done_parts(out)
+    assert 1 <= len(finished) < 6
+    workers.forget()
+    again = start(*arguments, "--runner", runner)
+    stdout, stderr = again.communicate(timeout=120)
+    assert (again.returncode, stderr) == (0, ""), stdout
+    assert verify(str(out)).ok
+    left = [part for part in range(6) if part not in finished]
+    assert computed(workers) == sorted(8 * part + half for part in left for half in (0, 4))
+
+
+def test_a_dask_worker_ends_what_a_killed_parent_asked_for(
+    dask_address: str,
+    start: Callable[..., Any],
+    arguments: list[str],
+    workers: Any,
+    tmp_path: Path,
+    wait_until: Callable[..., Any],
+) -> None:
+    process = start(*arguments, "--runner", f"dask:{dask_address}")
+    wait_until(lambda: len(workers.alive) == 2, 120)
+    process.kill()
+    process.communicate()
+    workers.gone_after(5)
+
+
+def test_cancelling_in_the_ui_ends_parent_and_children_and_the_next_run_resumes(
+    api: Any,
+    work_pool: str,
+    make_spec: Callable[..., Any],
+    workers: Any,
+    tmp_path: Path,
+    wait_until: Callable[..., Any],
+) -> None:
+    out = tmp_path / "out"
+    spec = make_spec(execution={"runner": "work-pool", "workers": 2, "retry_delay_s": 0.2})
+    deployment = api.get("/deployments/name/export-features/export-features")["id"]
+    body = {
+        "state": {"type": "SCHEDULED"},
+        "parameters": {"spec": spec.model_dump(mode="json")},
+    }
+
+    def state_of(run: dict[str, Any]) -> str:
+        return str(api.flow_run(run["id"])["state_type"])
+
+    run = api.post(f"/deployments/{deployment}/create_flow_run", body)
+    wait_until(lambda: len(workers.alive) == 2 and done_parts(out), 120)
+    api.post(f"/flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLING"}})
+    workers.gone_after(5)
+    wait_until(lambda: state_of(run) == "CANCELLED", 30)
+    children = api.flow_runs("export-shard")[:2]
+    wait_until(lambda: {state_of(child) for child in children} == {"CANCELLED"}, 30)
+
+    finished = done_parts(out)
+    assert 1 <= len(finished) < 6
+    workers.forget()
+    again = api.post(f"/deployments/{deployment}/create_flow_run", body)
+    wait_until(lambda: state_of(again) == "COMPLETED", 120)
+    assert verify(str(out)).ok
+    left = [part for part in range(6) if part not in finished]
+    assert computed(workers) == sorted(8 * part + half for part in left for half in (0, 4))
