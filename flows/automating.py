@@ -101,9 +101,19 @@ def _resolved(
     try:
         return AutomationCore.model_validate(item)
     except ValidationError as exc:
-        problem = exc.errors()[0]
+        problem = _problem(exc)
         where = ".".join(map(str, problem["loc"]))
         raise InputError(f"automation {item['name']!r}: {where}: {problem['msg']}") from exc
+
+
+def _problem(exc: ValidationError) -> dict[str, Any]:
+    """What is wrong, and not that every other kind of action or trigger is another kind."""
+    problems = [dict(one) for one in exc.errors()]
+    others = [one["loc"][:-1] for one in problems if one["type"] == "literal_error"]
+    chosen = [
+        one for one in problems if not any(one["loc"][: len(other)] == other for other in others)
+    ]
+    return (chosen or problems)[0]
 
 
 def _deployment_id(client: SyncPrefectClient, name: str) -> str:

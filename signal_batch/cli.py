@@ -28,7 +28,7 @@ from signal_batch.features import resolve_feature
 from signal_batch.pins import Pin, write_pin
 from signal_batch.recordings import write_japanese_vowels
 from signal_batch.runner import export
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import Execution, ExportSpec, checked
 from signal_batch.status import read_status
 from signal_batch.status_report import show_status
 from signal_batch.store import OutputStore
@@ -232,7 +232,7 @@ def _demo(arguments: argparse.Namespace, runners: Runners) -> int:
 # --- arguments -----------------------------------------------------------------------------
 
 
-_EXECUTION_OPTIONS = ("runner", "workers", "retries", "timeout_s", "safe_decode", "credentials")
+_EXECUTION_OPTIONS = tuple(set(Execution.model_fields) - {"retry_delay_s"})
 _SPEC_OPTIONS = (set(ExportSpec.model_fields) | set(_EXECUTION_OPTIONS)) - {"execution"}
 
 
@@ -392,6 +392,14 @@ def _add_export(commands: Any) -> None:
         default=unset,
         metavar="BLOCK",
         help="Prefect Secret block with the storage's environment variables",
+    )
+    add(
+        "--limit",
+        dest="limits",
+        action="append",
+        default=unset,
+        metavar="TAG",
+        help="further tag of the shards' tasks, for a concurrency limit on the Prefect server",
     )
     add("--pin", default=unset, metavar="FILE", help="read exactly what this pin names")
     add_scheduled(parser)

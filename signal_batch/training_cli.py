@@ -73,10 +73,11 @@ _FLAGS = (
     ("--stall-timeout", "stall_timeout_s", "SECONDS"),
     ("--safe-decode", "safe_decode", None),
     ("--credentials", "credentials", "BLOCK"),
+    ("--limit", "limits", "TAG"),
     ("--pin", "pin", "FILE"),
 )
 #: Given once for each value.
-_REPEATED = ("columns", "where", "transforms", "inputs", "buckets", "trainer_args", "by")
+_REPEATED = ("columns", "where", "transforms", "inputs", "buckets", "trainer_args", "by", "limits")
 _TYPES = {"N": int, "SECONDS": float}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import signal_batch
-from signal_batch import runner
+from signal_batch import engines
 from signal_batch.errors import SignalBatchError, WorkerDiedError
 from signal_batch.job import claim, commit, progress_of
 from signal_batch.planning import prepare
@@ -221,7 +221,7 @@ def test_a_worker_killed_from_outside(scene: Scene, monkeypatch: pytest.MonkeyPa
     """As the kernel does when memory runs out: of two workers, one goes at any moment."""
     scene.act("slow")
     run_ids: list[str] = []
-    run_worker = runner.run_worker
+    run_worker = engines.run_worker
 
     def noting(order: Any, report: Any, *, run_id: str) -> Any:
         run_ids.append(run_id)
@@ -234,7 +234,7 @@ def test_a_worker_killed_from_outside(scene: Scene, monkeypatch: pytest.MonkeyPa
         os.kill(pids[0], signal.SIGKILL)
         scene.act("none")
 
-    monkeypatch.setattr(runner, "run_worker", noting)
+    monkeypatch.setattr(engines, "run_worker", noting)
     killer = threading.Thread(target=kill_one)
     killer.start()
     signal_batch.export(scene.spec(workers=2))

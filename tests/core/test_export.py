@@ -23,7 +23,7 @@ import scipy.stats
 import signal_dataset as sds
 
 import signal_batch
-from signal_batch import runner
+from signal_batch import engines
 from signal_batch.errors import CorruptDatasetError, FeatureError, MissingValueError, SpecError
 from signal_batch.job import claim, commit, progress_of
 from signal_batch.pins import pin_dataset
@@ -417,13 +417,13 @@ def test_a_feature_that_fails_ends_the_job_at_once(
 
 def counted_attempts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     attempts: list[Any] = []
-    run_worker = runner.run_worker
+    run_worker = engines.run_worker
 
     def counting(order: Any, *arguments: Any, **options: Any) -> Any:
         attempts.append(order)
         return run_worker(order, *arguments, **options)
 
-    monkeypatch.setattr(runner, "run_worker", counting)
+    monkeypatch.setattr(engines, "run_worker", counting)
     return attempts
 
 

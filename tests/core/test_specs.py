@@ -60,11 +60,14 @@ CHANGED: dict[str, Any] = {
 }
 OUT_OF_IDENTITY = {"dataset", "output", "where", "pin", "execution", "max_bad_fraction"}
 CHANGED_EXECUTION: dict[str, Any] = {
+    "runner": "dask:tcp://127.0.0.1:8786",
     "workers": 5,
     "retries": 0,
     "retry_delay_s": 0.5,
     "timeout_s": 10.0,
     "safe_decode": True,
+    "credentials": "team-storage",
+    "limits": ("gpu",),
 }
 
 
@@ -385,7 +388,7 @@ def test_the_json_schema_has_columns_as_strings(mode: Any) -> None:
         ({"execution": {"workers": 0}}, r"execution\.workers: .* greater than or equal to 1"),
         (
             {"execution": {"threads": 4}},
-            r"execution\.threads: there is no such field; there are workers",
+            r"execution\.threads: there is no such field; there are runner, workers",
         ),
         ({"execution": {"timeout_s": 0}}, r"execution\.timeout_s: .* greater than 0"),
     ],

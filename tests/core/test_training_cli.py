@@ -954,7 +954,7 @@ def test_every_option_of_train_is_told_with_its_default(run: Run) -> None:
     shown = " ".join(out.split())
     fields = {**TrainSpec.model_fields, **TrainExecution.model_fields}
     flags = {"checkpoint_s": "checkpoint-seconds", "stall_timeout_s": "stall-timeout"}
-    singular = {"columns", "transforms", "inputs", "buckets", "trainer_args"}
+    singular = {"columns", "transforms", "inputs", "buckets", "trainer_args", "limits"}
     for name, field in fields.items():
         if name in ("dataset", "output", "execution", "prefetch_batches", "retry_delay_s"):
             continue

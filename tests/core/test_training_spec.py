@@ -89,6 +89,8 @@ CHANGED_EXECUTION: dict[str, Any] = {
     "retry_delay_s": 0.5,
     "stall_timeout_s": 10.0,
     "safe_decode": True,
+    "credentials": "team-storage",
+    "limits": ("gpu",),
 }
 
 

@@ -301,7 +301,7 @@ def test_orchestration_is_cheap(
     """30 shards whose worker has nothing to do; the figures are reported, the bounds are wide."""
     monkeypatch.setattr("signal_batch.plan.SHARD_BYTES", 1)
     monkeypatch.setattr("signal_batch.plan.MOST_SHARDS", 30)
-    monkeypatch.setattr("tasks.export.run_worker", lambda order, on_progress, run_id: [])
+    monkeypatch.setattr("signal_batch.engines.run_worker", lambda order, on_progress, run_id: [])
     spec = make_spec(batch_size=1, part_bytes=1)
     totals = {"rows": 0, "files": 0, "bytes": 0, "bad": 0}
 

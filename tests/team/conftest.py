@@ -286,6 +286,7 @@ class Team:
     data: Path
     postgres: Postgres
     password: str = PASSWORD
+    login: str = AUTH
 
     @staticmethod
     def free_port() -> int:

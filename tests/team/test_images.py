@@ -233,7 +233,7 @@ def test_the_image_runs_the_demo(built: Path, tmp_path: Path) -> None:
 
     run("signal-batch", "demo", "demo")
     for part in ("features", "model"):
-        assert "ok" in run("signal-batch", "verify", f"demo/{part}").lower()
+        assert "complete and undamaged" in run("signal-batch", "verify", f"demo/{part}")
     assert "prefect" in run(
         "python",
         "-c",

@@ -263,8 +263,8 @@ def test_a_finished_run_is_told(team: Any, worker: Any, message_about: Any) -> N
     # holds the events back for a quarter of an hour, waiting for one that it never sends.
     [output] = (team.data / "features").iterdir()
     message = message_about("Done", str(output))
-    assert message["title"].startswith("Done: export captures.sds to ")
-    assert "export-features: export captures.sds to " in message["text"]
+    assert "captures.sds" in message["title"]
+    assert message["text"].startswith("export-features: export ")
     assert "Completed after " in message["text"]
     assert "tags: " in message["text"]
     assert "http://localhost:4200/runs/flow-run/" in message["text"]
@@ -278,7 +278,7 @@ def test_a_run_whose_machine_died_is_marked_as_crashed(
     assert ended["state"]["message"].startswith("No heartbeat for 90 s")
     assert "resumes" in ended["state"]["message"]
     message = message_about("Crashed", str(death.output))
-    assert message["title"] == f"Crashed: export captures.sds to {death.output}"
+    assert "captures.sds" in message["title"]
     assert "No heartbeat for 90 s" in message["text"]
     assert f"/runs/flow-run/{death.run}" in message["text"]
 
