@@ -108,7 +108,7 @@ def _resolved(
 
 def _problem(exc: ValidationError) -> dict[str, Any]:
     """What is wrong, and not that every other kind of action or trigger is another kind."""
-    problems = [dict(one) for one in exc.errors()]
+    problems: list[dict[str, Any]] = [dict(one) for one in exc.errors()]
     others = [one["loc"][:-1] for one in problems if one["type"] == "literal_error"]
     chosen = [
         one for one in problems if not any(one["loc"][: len(other)] == other for other in others)

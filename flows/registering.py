@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import UUID
 
 import anyio
@@ -25,6 +27,8 @@ _START_ONE = (
     "start one with `prefect server start` and set PREFECT_API_URL to where it answers, such as "
     "http://127.0.0.1:4200/api"
 )
+#: Names of this machine, and how long a server on it may take to start.
+_HERE, _STARTS_S = ("127.0.0.1", "localhost"), 30.0
 #: How long a run may take to stop by itself when serving ends.
 _PATIENCE_S = 3.5
 
@@ -40,7 +44,7 @@ def server() -> Iterator[SyncPrefectClient]:
         raise SignalBatchError(f"no Prefect server is named; {_START_ONE}")
     try:
         with get_client(sync_client=True) as client:
-            if problem := client.api_healthcheck():
+            if problem := _arrival(client, url):
                 raise SignalBatchError(
                     f"no Prefect server answers at {url} ({_said(problem)}); {_START_ONE}"
                 )
@@ -49,6 +53,16 @@ def server() -> Iterator[SyncPrefectClient]:
         raise SignalBatchError(_refusal(url, exc.response)) from exc
     except httpx.TransportError as exc:
         raise SignalBatchError(f"the Prefect server at {url} went away: {_said(exc)}") from exc
+
+
+def _arrival(client: SyncPrefectClient, url: str) -> Exception | None:
+    """What is wrong with the server; one on this machine may have been started just now."""
+    deadline = time.monotonic() + (_STARTS_S if urlsplit(url).hostname in _HERE else 0)
+    while problem := client.api_healthcheck():
+        if time.monotonic() > deadline or isinstance(problem, PrefectHTTPStatusError):
+            return problem
+        time.sleep(0.5)
+    return None
 
 
 def page() -> str:

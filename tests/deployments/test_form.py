@@ -257,7 +257,7 @@ def test_bad_input_is_exit_code_2_and_no_server_is_1(
     assert (code, said.count("\n")) == (2, 1)
     assert f"{file}: deployment a: " in said
     assert "Invalid cron" in said
-    nowhere = "http://127.0.0.1:9/api"
+    nowhere = "http://127.0.0.2:9/api"  # not where one might just be starting
     for command in (("deploy", "--pool", "forms"), ("serve",)):
         code, said = finish("signal-batch", *command, PREFECT_API_URL=nowhere)
         assert (code, said.count("\n")) == (1, 1)

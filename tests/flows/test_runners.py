@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -270,3 +271,29 @@ def test_cancelling_in_the_ui_ends_parent_and_children_and_the_next_run_resumes(
     assert verify(str(out)).ok
     left = [part for part in range(6) if part not in finished]
     assert computed(workers) == sorted(8 * part + half for part in left for half in (0, 4))
+
+
+def test_a_limit_on_the_server_holds_back_the_shards_of_all_runs(
+    api: Any,
+    start: Callable[..., Any],
+    arguments: list[str],
+    workers: Any,
+    tmp_path: Path,
+) -> None:
+    """Two exports of two workers each share one slot, as a GPU or a slow bucket would ask for."""
+    api.post("/concurrency_limits/", {"tag": "bucket", "concurrency_limit": 1})
+    given = ("--limit", "bucket", "--workers", "2")
+    outs = [tmp_path / "out", tmp_path / "other"]
+    commands = [[str(out) if item == str(outs[0]) else item for item in arguments] for out in outs]
+    runs = [start(*command, *given, TEST_PAUSE_S="0.1") for command in commands]
+    most = 0
+    while any(run.poll() is None for run in runs):
+        most = max(most, len(workers.alive))
+        time.sleep(0.05)
+    for run in runs:
+        stdout, stderr = run.communicate(timeout=60)
+        assert (run.returncode, stderr) == (0, ""), stdout
+    assert most == 1
+    assert len(workers.logs) == 4
+    for out in outs:
+        assert verify(str(out)).ok
