@@ -9,7 +9,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from benchmarks import checks, contest, data, growth, planning, shuffles, targets, training
+from benchmarks import (
+    checks,
+    contest,
+    data,
+    growth,
+    orchestration,
+    planning,
+    shuffles,
+    targets,
+    training,
+)
 from benchmarks.report import Report
 from benchmarks.settings import BATCH, MODES, Mode, Size
 
@@ -42,6 +52,8 @@ def main() -> int:
     if arguments.only in (None, "train") and mode.training:
         data.datasets(folder, [data.of_size(mode.sizes[0])])
         steps.append(partial(_train, report, folder, scratch, mode))
+    if arguments.only in (None, "orchestration") and mode.orchestration:
+        steps.append(partial(_orchestrate, report, scratch, mode))
     for step in steps:
         step()
         report.write(path)  # a run that is stopped has what it measured so far
@@ -95,6 +107,13 @@ def _train(report: Report, folder: Path, scratch: Path, mode: Mode) -> None:
     report.targets += targets.of_training(results)
 
 
+def _orchestrate(report: Report, scratch: Path, mode: Mode) -> None:
+    scratch.mkdir(parents=True, exist_ok=True)
+    results = orchestration.measured(scratch, mode.orchestration)
+    report.add_orchestration(results)
+    report.targets += targets.of_orchestration(results)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description="Speed and memory, side by side in one run."
@@ -124,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
         help="where the datasets are kept (default benchmarks/results/data)",
     )
     add("--json", type=Path, metavar="FILE", help="default benchmarks/results/MODE.json")
-    parts = ("load", "export", "growth", "plan", "shuffle", "train")
+    parts = ("load", "export", "growth", "plan", "shuffle", "train", "orchestration")
     add("--only", choices=parts, help="one part alone")
     add("--size", action="append", metavar="LABEL", help="a record size alone, e.g. '64 KB'")
     return parser

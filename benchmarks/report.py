@@ -35,6 +35,7 @@ class Report:
         self._planning: list[dict[str, Any]] = []
         self._shuffles: list[dict[str, Any]] = []
         self._training: list[dict[str, Any]] = []
+        self._orchestration: list[dict[str, Any]] = []
         self._load_before = os.getloadavg()
         self._document: dict[str, Any] = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -59,6 +60,9 @@ class Report:
 
     def add_training(self, results: list[dict[str, Any]]) -> None:
         self._training = results
+
+    def add_orchestration(self, results: list[dict[str, Any]]) -> None:
+        self._orchestration = results
 
     def show(self) -> None:
         console = Console(width=None if Console().is_terminal else 150)
@@ -86,6 +90,8 @@ class Report:
             console.print(_shuffle_table(self._shuffles))
         if self._training:
             console.print(_training_table(self._training))
+        if self._orchestration:
+            console.print(_orchestration_table(self._orchestration))
         targets = _table("target", "found", "by CPU", "wanted", "")
         for target in self.targets:
             targets.add_row(*_target_row(target))
@@ -109,6 +115,7 @@ class Report:
             "planning": self._planning,
             "shuffles": self._shuffles,
             "training": self._training,
+            "orchestration": self._orchestration,
             "targets": [target.to_dict() for target in self.targets],
         }
 
@@ -193,6 +200,23 @@ def _shuffle_table(results: Sequence[dict[str, Any]]) -> Table:
     for result in results:
         pace = f"{result['records_per_s']:,.0f}"
         table.add_row(result["order"], str(result["kept"]), f"{result['fetched']:.1f}", pace)
+    return table
+
+
+def _orchestration_table(results: Sequence[dict[str, Any]]) -> Table:
+    table = _table("shards", "no Prefect, s", "flow, s", "ms a shard", "work pool, s", "ms a shard")
+    for row in results:
+        over = [
+            1000 * (row[kind] - row["plain_s"]) / row["shards"] for kind in ("local_s", "pool_s")
+        ]
+        table.add_row(
+            str(row["shards"]),
+            f"{row['plain_s']:.1f}",
+            f"{row['local_s']:.1f}",
+            f"{over[0]:.0f}",
+            f"{row['pool_s']:.1f}",
+            f"{over[1]:.0f}",
+        )
     return table
 
 

@@ -49,6 +49,7 @@ class Mode:
     shuffle: tuple[int, ...] = ()
     training: tuple[str, ...] = ()
     steps: int = 200
+    orchestration: tuple[int, ...] = ()
 
 
 # Datasets of 128 MiB or more, in eight parts of full batches, so that two workers have the same
@@ -110,6 +111,7 @@ MODES = {
             planning=(100_000_000, 10_000),
             shuffle=(16_384, 128),
             training=("jax", "sklearn"),
+            orchestration=(8, 64, 256),
         ),
         Mode(
             "smoke",

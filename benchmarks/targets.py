@@ -117,6 +117,18 @@ def of_planning(rounds: Sequence[dict[str, Any]]) -> list[Target]:
     return [Target("planning", seconds, _PLANNING_S, "s", at_least=False)]
 
 
+def of_orchestration(results: Sequence[dict[str, Any]]) -> list[Target]:
+    """The bounds on what Prefect may add: a run's fixed part, and each shard's."""
+    first, last = results[0], results[-1]
+    over = [row["local_s"] - row["plain_s"] for row in (first, last)]
+    a_shard = (over[1] - over[0]) / (last["shards"] - first["shards"])
+    a_run = over[0] - a_shard * first["shards"]
+    return [
+        Target("orchestration: a shard", 1000 * a_shard, 100, "ms", at_least=False),
+        Target("orchestration: a run", a_run, 5, "s", at_least=False),
+    ]
+
+
 def of_training(results: Sequence[dict[str, Any]]) -> list[Target]:
     """What the network trainer must hold to; scikit-learn's steps are too short to be compared."""
     return [

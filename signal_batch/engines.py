@@ -201,7 +201,9 @@ class Fallout:
         if len(self.failed) == 1:
             raise self.failed[0][1]
         if self.failed:
-            raise ShardsFailedError(_several(self.failed))
+            several = ShardsFailedError(_several(self.failed))
+            several.causes = [exc for _, exc in self.failed]
+            raise several
 
 
 def _several(failed: Sequence[tuple[str, SignalBatchError]]) -> str:

@@ -122,6 +122,8 @@ class WorkerDiedError(SignalBatchError):
 class ShardsFailedError(SignalBatchError):
     """Several shards of an export failed, each by itself; the message has each cause."""
 
+    causes: Sequence[SignalBatchError] = ()
+
 
 class StoppedError(SignalBatchError):
     """The run was asked to stop before it was done."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from prefect import get_run_logger
 from prefect.futures import PrefectFuture
 from prefect.runtime import task_run
+from prefect.utilities.annotations import quote
 
 from signal_batch import job as steps
 from signal_batch import planning
@@ -46,7 +47,12 @@ def export_shard(order: dict[str, Any], label: str, run_id: str) -> ShardRow:
     """Have one worker program run over the parts of a work order, given as JSON."""
     started = time.monotonic()
     receipts = _engines[run_id].run(WorkOrder.from_json(order), partial(report_rows, run_id))
-    return _row(label, receipts, time.monotonic() - started, attempts=task_run.run_count)
+    row = _row(label, receipts, time.monotonic() - started, attempts=task_run.run_count)
+    get_run_logger().info(
+        "%s rows in %.1f s, %s records/s",
+        *(f"{row['rows']:,}", row["seconds"], f"{row['records/s']:,}"),
+    )
+    return row
 
 
 @task(name="commit output")
@@ -68,19 +74,12 @@ def export_shards(job: ExportJob, run_id: str) -> list[ShardRow]:
     next run goes on from there.
     """
     progress = steps.progress_of(job)
-    total = len(job.selection)
     execution = job.spec.execution
     rows: list[ShardRow] = []
     fallout = Fallout()
     with (
         _engine(execution, run_id) as engine,
-        tracked(
-            run_id,
-            progress.done_rows,
-            total,
-            key="export-progress",
-            description=f"{total:,} records to export",
-        ) as shown,
+        tracked(run_id, progress.done_rows, len(job.selection), key="export-progress") as shown,
         following(engine, job, progress.done_rows, shown.add),
     ):
         submits = {shard.label: partial(_submit, job, shard, run_id) for shard in progress.shards}
@@ -89,16 +88,15 @@ def export_shards(job: ExportJob, run_id: str) -> list[ShardRow]:
                 try:
                     rows.append(future.result())
                 except SignalBatchError as exc:
-                    rows.append({"shard": label, "error": str(exc)})
+                    rows.append(_failed_row(label, exc))
                     fallout.add(label, exc)
             fallout.check()
         except BaseException as exc:
             engine.stop()  # at once: closing the progress may wait for a slow server
             if isinstance(exc, SignalBatchError) and rows:
-                reporting.leave_shards(rows)
+                reporting.leave_shards(_in_order(rows, submits))
             raise
-    labels = list(submits)
-    return sorted(rows, key=lambda row: labels.index(row["shard"]))
+    return _in_order(rows, submits)
 
 
 def run_order(output: str, name: str, label: str, credentials: str | None) -> None:
@@ -142,7 +140,17 @@ def _submit(job: ExportJob, shard: Shard, run_id: str) -> PrefectFuture[ShardRow
         retry_delay_seconds=retry_delays(execution),
         tags={"export-shard", *execution.limits},
     )
-    return named.submit(job.order(shard).to_json(), shard.label, run_id)
+    # Quoted: looking for results of other tasks in it would draw lines that are not there.
+    return named.submit(quote(job.order(shard).to_json()), shard.label, run_id)
+
+
+def _in_order(rows: Sequence[ShardRow], labels: Iterable[str]) -> list[ShardRow]:
+    place = {label: number for number, label in enumerate(labels)}
+    return sorted(rows, key=lambda row: place[row["shard"]])
+
+
+def _failed_row(label: str, exc: SignalBatchError) -> ShardRow:
+    return {"shard": label, "record": getattr(exc, "ordinal", None), "error": str(exc)}
 
 
 def _row(label: str, receipts: Sequence[Receipt], seconds: float, attempts: int) -> ShardRow:

@@ -7,6 +7,7 @@ the run's id; a task that runs on another machine finds none and reports to nobo
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from contextvars import copy_context
@@ -34,7 +35,8 @@ class RunProgress:
     def restart(self, done: int) -> None:
         """Count on from so many rows, which may be fewer than were counted."""
         with self._lock:
-            self._done = done
+            self._done = self._first = done
+            self._since = time.monotonic()
         for listener in _listeners:
             listener(done, total=self.total)
 
@@ -49,16 +51,22 @@ class RunProgress:
         with self._lock:
             return min(100.0, max(0.0, 100.0 * self._done / max(1, self.total)))
 
+    @property
+    def words(self) -> str:
+        """How far and how fast, such as `3,200 of 6,400 records, 410 records/s`."""
+        with self._lock:
+            new, seconds = self._done - self._first, time.monotonic() - self._since
+            shown = f"{self._done:,} of {self.total:,} records"
+        return f"{shown}, {new / max(seconds, 1e-9):,.0f} records/s" if new > 0 else shown
+
 
 @contextmanager
-def tracked(
-    run_id: str, done: int, total: int, *, key: str, description: str
-) -> Iterator[RunProgress]:
+def tracked(run_id: str, done: int, total: int, *, key: str) -> Iterator[RunProgress]:
     """Keep the run's progress artifact up to date while the block runs."""
     progress = _runs[run_id] = RunProgress(done, total)
     artifact = cast(
         UUID,
-        create_progress_artifact(progress.percent, key=key, description=description),
+        create_progress_artifact(progress.percent, key=key, description=progress.words),
     )
     stop = threading.Event()
     # With this run's settings and client; a new thread has neither.
@@ -101,4 +109,6 @@ def _update(artifact: UUID, progress: RunProgress, stop: threading.Event) -> Non
 def _publish(artifact: UUID, progress: RunProgress) -> None:
     # A server that does not answer must not fail the run it merely shows.
     with suppress(Exception):
-        update_progress_artifact(artifact_id=artifact, progress=progress.percent)
+        update_progress_artifact(
+            artifact_id=artifact, progress=progress.percent, description=progress.words
+        )

@@ -75,8 +75,7 @@ def learn(job: TrainJob, run_id: str) -> RunListener:
         *([evaluate_model] if job.monitored is not None else []),
     ]
     total = job.plan.total_steps * job.spec.batch_size
-    description = f"{total:,} records to train on"
-    with tracked(run_id, 0, total, key="training-progress", description=description) as progress:
+    with tracked(run_id, 0, total, key="training-progress") as progress:
         listener = _listening[run_id] = RunListener(job, _reporter(progress), get_run_logger())
         try:
             for step in steps:

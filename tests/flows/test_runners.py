@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import signal_dataset as sds
 
 from signal_batch import export, verify
 
@@ -297,3 +299,55 @@ def test_a_limit_on_the_server_holds_back_the_shards_of_all_runs(
     assert len(workers.logs) == 4
     for out in outs:
         assert verify(str(out)).ok
+
+
+def test_failures_are_told_apart_from_successes(
+    api: Any,
+    work_pool: str,
+    start: Callable[..., Any],
+    write_dataset: Callable[..., Path],
+    tmp_path: Path,
+) -> None:
+    """Two damaged records in four flow runs: those two fail, and the message has both."""
+    root = tmp_path / "damaged.sds"
+    uncompressed = sds.StorageOptions(writer_options="group_size:1,uncompressed")
+    write_dataset(root, 200, per_shard=50, options=uncompressed)
+    for bad in (47, 102):  # none of those that planning reads
+        needle = np.arange(8 * bad, 8 * bad + 8, dtype=np.float32).tobytes()
+        (path,) = [path for path in root.rglob("*.arrayrecord") if needle in path.read_bytes()]
+        whole = bytearray(path.read_bytes())
+        whole[whole.index(needle)] ^= 4
+        path.write_bytes(whole)
+    out = tmp_path / "out"
+    process = start(
+        *("export", root, out, "--column", "field:samples", "--features", "helper_features:energy"),
+        *("--batch-size", 10, "--part-size", 1, "--workers", 4, "--runner", "work-pool"),
+    )
+    _, stderr = process.communicate(timeout=240)
+    assert process.returncode == 1
+    assert stderr.startswith("signal-batch: 2 shards failed. ")
+    assert stderr.count("\n") == 1
+    for words in ("record 47 ", "record 102 ", "ordinals 0-49", "ordinals 100-149"):
+        assert words in stderr
+    parents = api.flow_runs()
+    assert parents[0]["state_type"] == "FAILED"
+    children = {run["name"].partition(" to ")[0]: run for run in api.flow_runs("export-shard")[:4]}
+    states = {name: run["state_type"] for name, run in children.items()}
+    assert states == {
+        "export ordinals 0-49": "FAILED",
+        "export ordinals 50-99": "COMPLETED",
+        "export ordinals 100-149": "FAILED",
+        "export ordinals 150-199": "COMPLETED",
+    }
+    firsts = [json.loads(path.read_text())["first_ordinal"] for path in receipts_of(out)]
+    done = [ordinal for ordinal in firsts if 50 <= ordinal < 100 or ordinal >= 150]
+    assert len(done) * rows_a_part(out) == 100
+    assert not (out / "_manifest.json").exists()
+
+
+def receipts_of(out: Path) -> list[Path]:
+    return sorted((out / "_receipts").glob("*.json"))
+
+
+def rows_a_part(out: Path) -> int:
+    return int(json.loads((out / "_spec.json").read_text())["plan"]["part_rows"])
