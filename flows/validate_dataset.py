@@ -9,10 +9,16 @@ from prefect.runtime import flow_run
 from flows.careful import flow
 from signal_batch.scheduling import resolve
 from tasks.credentials import use_credentials
+from tasks.reporting import name_of
 from tasks.validation import check_dataset
 
 
-@flow(name="validate-dataset")
+def _run_name() -> str:
+    dataset = resolve(flow_run.parameters["dataset"], flow_run.scheduled_start_time)
+    return f"validate {name_of(dataset)}"
+
+
+@flow(name="validate-dataset", flow_run_name=_run_name)
 def validate_dataset(
     dataset: str,
     annotations: list[str] | None = None,

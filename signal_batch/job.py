@@ -200,6 +200,7 @@ def commit(job: ExportJob, *, run: Mapping[str, Any] | None = None) -> dict[str,
             f"see {job.spec.output}/_quarantine or the receipts, then run again with a higher "
             "max_bad_fraction or a repaired dataset in another output folder"
         )
+    store.remove_staged()
     store.remove_data(set(present) - {receipt.file for receipt in ordered})
     manifest = _manifest(job, ordered, dict(run or {}))
     store.write_manifest(manifest)

@@ -174,13 +174,15 @@ def draw_bars(name: str, groups: Sequence[Json]) -> str:
     return _picture(4.4, 0.9 + 0.3 * len(groups), draw)
 
 
-def draw_lines(name: str, rows: npt.NDArray[Any]) -> str:
-    """Each row of a (R, N) array as a line over its index."""
+def draw_lines(name: str, rows: npt.NDArray[Any], labels: Sequence[str]) -> str:
+    """Each row of a (R, N) array as a line over its index, in dB as `draw_map` is."""
+    wide = _is_wide(rows)
+    shown = 10 * np.log10(rows) if wide else rows
 
     def draw(axes: Axes) -> None:
-        for number, row in enumerate(rows):
-            axes.plot(row, lw=1.2, label=f"record {number}")
-        axes.set(xlabel="index", ylabel=name)
+        for label, row in zip(labels, shown, strict=True):
+            axes.plot(row, lw=1.2, label=label)
+        axes.set(xlabel="index", ylabel=f"{name}, dB" if wide else name)
         axes.grid(True)
         axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=len(rows), borderpad=0)
 
@@ -189,7 +191,7 @@ def draw_lines(name: str, rows: npt.NDArray[Any]) -> str:
 
 def draw_map(name: str, values: npt.NDArray[Any]) -> str:
     """A matrix as colours, first axis upwards; in dB where it holds powers of a wide range."""
-    wide = values.min() > 0 and values.max() > 100 * values.min()
+    wide = _is_wide(values)
     shown = 10 * np.log10(values) if wide else values
 
     def draw(axes: Axes) -> None:
@@ -199,6 +201,10 @@ def draw_map(name: str, values: npt.NDArray[Any]) -> str:
         axes.figure.colorbar(drawn)
 
     return _picture(5.6, 3.0, draw)
+
+
+def _is_wide(values: npt.NDArray[Any]) -> bool:
+    return bool(values.min() > 0 and values.max() > 100 * values.min())
 
 
 def _thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -29,9 +29,10 @@ def preview(output: str, manifest: Mapping[str, Any]) -> tuple[str, str] | None:
     the output holds no such feature, or cannot be read now: a preview is never worth a failure.
     """
     with suppress(SignalBatchError, OSError, pa.ArrowException, ValueError):
-        for name, values in _first_records(output, manifest).items():
-            if values.ndim >= 2 and values.dtype.kind in "fiu" and values.size:
-                return _drawn(name, values)
+        found = _first_records(output, manifest)
+        for name, values in found.items():
+            if name not in RESERVED_COLUMNS and _can_be_drawn(values):
+                return _drawn(name, values, found["ordinal"])
     return None
 
 
@@ -41,14 +42,14 @@ def _first_records(output: str, manifest: Mapping[str, Any]) -> dict[str, npt.ND
     with OutputStore(output).open(f"{DATA}/{file}") as stream, pq.ParquetFile(stream) as parquet:
         batch = next(parquet.iter_batches(batch_size=_RECORDS))
     found = to_numpy(batch)
-    return {
-        name: values
-        for name, values in found.items()
-        if isinstance(values, np.ndarray) and name not in RESERVED_COLUMNS
-    }
+    return {name: values for name, values in found.items() if isinstance(values, np.ndarray)}
 
 
-def _drawn(name: str, values: npt.NDArray[Any]) -> tuple[str, str]:
+def _can_be_drawn(values: npt.NDArray[Any]) -> bool:
+    return values.ndim >= 2 and values.dtype.kind in "fiu" and values.size > 0
+
+
+def _drawn(name: str, values: npt.NDArray[Any], ordinals: npt.NDArray[Any]) -> tuple[str, str]:
     # Leading axes beyond a matrix are channels or the like: the first one stands for all.
     while values.ndim > 3:
         values = values[:, 0]
@@ -57,9 +58,9 @@ def _drawn(name: str, values: npt.NDArray[Any]) -> tuple[str, str]:
         if values.ndim == 3 and min(values.shape[1:]) > 8:
             step = [max(1, -(-size // _MOST_VALUES)) for size in values.shape[1:]]
             picture = draw_map(name, values[0, :: step[0], :: step[1]])
-            return picture, f"{name} ({shape}) of the first record"
+            return picture, f"{name} ({shape}) of record {ordinals[0]}"
         lines = values[:, 0] if values.ndim == 3 else values
         lines = lines[:, :: max(1, -(-lines.shape[1] // _MOST_VALUES))]
         channel = ", first channel" if values.ndim == 3 else ""
-        picture = draw_lines(name, lines)
+        picture = draw_lines(name, lines, [f"record {ordinal}" for ordinal in ordinals])
         return picture, f"{name} ({shape}{channel}) of the first {len(lines)} records"

@@ -91,6 +91,7 @@ def publish(
     if job.spec.mlflow is not None:
         # Before the manifest: a complete output is one that was logged.
         manifest["mlflow_run_id"] = log_model(job, model, history, report)
+    store.remove_staged()
     store.write_manifest(manifest)
     remove_notes(store)
     return manifest

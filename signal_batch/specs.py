@@ -27,6 +27,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     WithJsonSchema,
@@ -270,6 +271,7 @@ Credentials = Annotated[
 #: Tags of the tasks that do the work; see "Run it for a team" in the README.
 Limits = Annotated[
     tuple[str, ...],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     Field(
         title="Limits",
         description="further tags of the working tasks, for Prefect's concurrency limits",

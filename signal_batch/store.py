@@ -312,6 +312,13 @@ class OutputStore:
         """Remove files below `data`; another run may just have removed them."""
         self.remove(f"{DATA}/{name}" for name in names)
 
+    def remove_staged(self) -> None:
+        """Remove what killed processes left of files they had not put in place yet."""
+        if self._local:  # elsewhere an object appears whole or not at all
+            for folder in ("", RECEIPTS, QUARANTINE):
+                names = [name for name in self.listing(folder) if name.endswith(".tmp")]
+                self.remove(f"{folder}/{name}".lstrip("/") for name in names)
+
     def _same_job(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
         if found.get("run_key") == wanted["run_key"]:
             return dict(found)
@@ -359,7 +366,11 @@ class OutputStore:
             target = self._path(path)
             try:
                 if self._local:
-                    _link_new(Path(target), payload)
+                    try:
+                        _link_new(Path(target), payload)
+                    except FileNotFoundError:
+                        # Another attempt at this job took what was staged for what was left over.
+                        _link_new(Path(target), payload)
                 else:
                     self._fs.pipe_file(target, payload, mode="create")
             except FileExistsError:

@@ -30,6 +30,7 @@ from signal_batch.store import (
     DATA,
     ERRORS,
     MANIFEST,
+    ORDERS,
     QUARANTINE,
     RECEIPTS,
     OutputStore,
@@ -191,7 +192,7 @@ def _stray_faults(store: OutputStore, named: list[Receipt]) -> Iterator[str]:
         if receipt.bad_ordinals:
             expected.add(f"{QUARANTINE}/{receipt.name}.jsonl")
     receipts = f"{RECEIPTS}/"  # a receipt of no part is told as such, by its content
-    notes = (f"{ATTEMPTS}/", f"{ERRORS}/")  # of an attempt that outlived the commit
+    notes = (f"{ATTEMPTS}/", f"{ERRORS}/", f"{ORDERS}/")  # of an attempt that outlived the commit
     for name in sorted(store.everything("") - expected):
         if name.startswith(notes):
             continue

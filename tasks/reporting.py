@@ -6,6 +6,7 @@ A server that does not take them must not fail the run: the output is what count
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,11 @@ from typing import Any
 from prefect import get_run_logger
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    ArtifactFilterKey,
+)
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.flows import Flow
 from prefect.runtime import flow_run
@@ -29,6 +35,7 @@ from signal_batch.specs import ExportSpec
 from signal_batch.store import OutputStore
 from signal_batch.training_report import learning_curves
 from signal_batch.training_spec import TrainSpec
+from tasks.advice import advice
 
 Row = dict[str, Any]
 
@@ -45,21 +52,37 @@ def tag_run(pin: Pin) -> None:
         client.update_flow_run(flow_run.id, tags=sorted({*flow_run.tags, *tags}))
 
 
-def leave_shards(rows: Sequence[Row]) -> None:
-    """The table of shards, those that failed first."""
+def leave_shards(rows: Sequence[Row]) -> str | None:
+    """The table of shards, those that failed first; the address of its page, where it has one."""
+    failed = any("error" in row for row in rows)
     ordered = sorted(rows, key=lambda row: "error" not in row)
     with _lenient("the table of shards"):
-        create_table_artifact(
-            table=ordered, key="export-shards", description="shards of this run, failed ones first"
-        )
+        table = [_shown(row) for row in ordered] if failed else ordered
+        words = "shards of this run, failed ones first" if failed else "shards of this run"
+        made = create_table_artifact(table=table, key="export-shards", description=words)
+        return _page("artifacts/artifact", made)
+    return None
+
+
+def _shown(row: Row) -> Row:
+    """A row with all columns: the page takes its columns from the first one."""
+    names = ("rows", "records/s", "seconds", "attempts", "parts", "bytes", "set aside", "error")
+    return {
+        "state": "failed" if "error" in row else "done",
+        "shard": row["shard"],
+        "record": row.get("record") if row.get("record") is not None else "",
+        **{name: row.get(name, "") for name in names},
+    }
 
 
 def report_export(outcome: Outcome, spec: ExportSpec, rows: Sequence[Row], seconds: float) -> None:
     """The table of shards and the report of an export that is complete."""
-    if rows:
-        leave_shards(rows)
+    table = leave_shards(rows) if rows else None
     with _lenient("the report"):
-        _leave_report("export-report", spec.output, _export_report(outcome, spec, rows, seconds))
+        lines = _export_report(outcome, spec, rows, seconds)
+        if table:
+            lines.append(f"How fast each shard was: [table of shards]({table}).")
+        _leave_report("export-report", spec.output, lines)
 
 
 def report_training(outcome: TrainOutcome, spec: TrainSpec, metrics: Sequence[Row]) -> None:
@@ -67,37 +90,65 @@ def report_training(outcome: TrainOutcome, spec: TrainSpec, metrics: Sequence[Ro
     with _lenient("the report"):
         if metrics:
             create_table_artifact(
-                table=list(metrics),
+                table=[_rounded(row) for row in metrics],
                 key="training-metrics",
                 description="evaluations while training",
             )
         _leave_report("training-report", spec.output, _training_report(outcome, spec))
 
 
+def _rounded(row: Row) -> Row:
+    return {
+        name: float(f"{value:.4g}") if isinstance(value, float) else value
+        for name, value in row.items()
+    }
+
+
 def report_failure(flow: Flow[Any, Any], run: FlowRun, state: State[Any]) -> None:
     """What failed and what to do, for a run that comes to no good end; a hook of the flows."""
-    output = at_time(flow_run.parameters["spec"], flow_run.scheduled_start_time).output
-    lines = [
-        f"# {_plain(output)} is not complete",
-        "",
-        "**What happened**",
-        "",
-        *(f"- {_plain(part)}" for part in str(_error_of(state)).split("; ")),
-        "",
-        "**What to do**",
-        "",
-        "What is finished stays. When the cause is gone, run this again with the same parameters "
-        "(*Retry*, *Copy to new run*, or the next scheduled run): it does only what is missing.",
-        "",
-        f"`signal-batch status {output}` shows how far it came.",
-    ]
+    spec = at_time(flow_run.parameters["spec"], flow_run.scheduled_start_time)
     with _lenient("the report"):
-        _leave_report(f"{flow.name}-failure", output, lines)
+        error = state.result(raise_on_failure=False)
+        lines = [
+            f"# {_plain(name_of(spec.output))} is not complete",
+            f"Made from `{spec.dataset}`, for `{spec.output}`.",
+            "",
+            "**What happened**",
+            "",
+            *_what_happened(error if isinstance(error, Exception) else state.message or "", run),
+            "**What to do**",
+            "",
+            *(f"- {line}" for line in advice(error, spec)),
+        ]
+        _leave_report(f"{flow.name}-failure", spec.output, lines)
 
 
-def _error_of(state: State[Any]) -> object:
-    error = state.result(raise_on_failure=False)
-    return error if isinstance(error, Exception) else state.message
+def _what_happened(error: object, run: FlowRun) -> list[str]:
+    """Shard by shard, where shards failed; otherwise in the words of the error."""
+    with get_client(sync_client=True) as client:
+        tables = client.read_artifacts(
+            artifact_filter=ArtifactFilter(
+                flow_run_id=ArtifactFilterFlowRunId(any_=[run.id]),
+                key=ArtifactFilterKey(any_=["export-shards"]),
+            )
+        )
+    if not tables:
+        return _quoted(str(error))
+    rows: list[Row] = json.loads(str(tables[0].data))
+    failed = [row for row in rows if row["error"]]
+    page = _page("artifacts/artifact", tables[0].id)
+    all_shards = f"[table of shards]({page})" if page else "table of shards"
+    lines = [f"{len(failed)} of the {len(rows)} shards that ran failed; see the {all_shards}.", ""]
+    for row in failed:
+        record = f", at record {row['record']}" if row["record"] != "" else ""
+        lines += [f"{_plain(row['shard'])}{record}:", "", *_quoted(row["error"])]
+    return lines
+
+
+def _quoted(text: str) -> list[str]:
+    """Text as it is, in lines that fit the page; a path is longer, and stays whole."""
+    lines = textwrap.wrap(text, 76, break_long_words=False, break_on_hyphens=False)
+    return ["~~~", *lines, "~~~", ""]
 
 
 def _leave_report(key: str, output: str, lines: Sequence[str]) -> None:
@@ -124,13 +175,12 @@ def _export_report(
         f"# {spec.features} of {name_of(spec.dataset)}",
         "Complete already; nothing was done." if outcome.already_complete else f"Wrote {pace}.",
         "",
-        "| | |",
+        f"| output | `{spec.output}` |",
         "| --- | --- |",
         f"| rows | {totals['rows']:,} |",
         f"| files | {totals['files']:,} |",
         f"| bytes | {human_bytes(totals['bytes'])} |",
         f"| set aside | {totals['bad']:,} |",
-        f"| output | `{spec.output}` |",
         f"| run key | `{manifest['run_key']}` |",
         "",
         *(_picture(*drawn) if drawn else ()),
@@ -154,11 +204,10 @@ def _training_report(outcome: TrainOutcome, spec: TrainSpec) -> list[str]:
         f"# {manifest['trainer']} model of {name_of(spec.dataset)}",
         "Complete already; nothing was done." if outcome.already_complete else "",
         "",
-        "| | |",
+        f"| output | `{spec.output}` |",
         "| --- | --- |",
         f"| steps | {manifest['steps']:,} |",
         *results,
-        f"| output | `{spec.output}` |",
         f"| full report | `{spec.output.rstrip('/')}/report.html` |",
         f"| run key | `{manifest['run_key']}` |",
         "",
@@ -204,11 +253,16 @@ def _asked(columns: Sequence[object], where: Sequence[str]) -> list[str]:
 def _links(manifest: Mapping[str, Any]) -> list[str]:
     """A link to the run that made it, which is another one where nothing was left to do."""
     run = manifest.get("run") or {}
+    page = _page("runs/flow-run", run.get("flow_run_id"))
+    # The page takes no escapes within a link.
+    return [f"Made by [this run]({page}): {_plain(run['flow_run_name'])}.", ""] if page else []
+
+
+def _page(kind: str, identity: object) -> str | None:
+    """The address of something in the UI, as this process knows its server."""
     settings = get_current_settings()
     base = settings.ui_url or (settings.api.url or "").removesuffix("/api")
-    if not base or "flow_run_id" not in run:
-        return []
-    return [f"Made by [{_plain(run['flow_run_name'])}]({base}/runs/flow-run/{run['flow_run_id']})."]
+    return f"{base}/{kind}/{identity}" if base and identity else None
 
 
 def _plain(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from prefect.artifacts import create_markdown_artifact
@@ -9,6 +10,7 @@ from prefect.artifacts import create_markdown_artifact
 from signal_batch.errors import CorruptDatasetError
 from signal_batch.validation import Validation, validate
 from tasks.policy import task
+from tasks.reporting import tag_run
 
 
 @task(name="check dataset")
@@ -17,6 +19,7 @@ def check_dataset(
 ) -> dict[str, Any]:
     """Validate, leave a report, and fail if there are faults."""
     result = validate(dataset, annotations, deep=deep, expect=expect)
+    tag_run(result.pin)
     create_markdown_artifact(_report(result), key="dataset-validation", description=dataset)
     raise_faults(result)
     return result.to_dict()
@@ -35,18 +38,28 @@ def _report(result: Validation) -> str:
         f"| {item['largest_shape']} |"
         for name, item in result.to_dict()["fields"].items()
     ]
+    sets = [
+        f"| {item.name} | {item.publication_id} | {_counts(result.statuses[item.name])} |"
+        for item in result.pin.annotations
+    ]
+    labels = ["", "| annotations | publication | rows |", "| --- | --- | --- |", *sets]
     faults = [f"- {fault}" for fault in result.faults] or ["None."]
     return "\n".join(
         [
             f"# {result.pin.uri}",
-            f"{result.pin.record_count:,} records, fingerprint `{result.pin.fingerprint}`, "
-            f"{result.examined:,} examined.",
+            f"{result.pin.record_count:,} records, snapshot `{result.pin.snapshot_id}`, "
+            f"fingerprint `{result.pin.fingerprint}`, {result.examined:,} examined.",
             "",
             "| field | dtype | smallest | largest |",
             "| --- | --- | --- | --- |",
             *fields,
+            *(labels if sets else ()),
             "",
             "## Faults",
             *faults,
         ]
     )
+
+
+def _counts(statuses: Mapping[str, int]) -> str:
+    return ", ".join(f"{count:,} {status}" for status, count in statuses.items())

@@ -438,3 +438,23 @@ def test_the_claim_is_looked_for_before_each_part(iq_root: Path, tmp_path: Path)
     with pytest.raises(OutputError, match="no longer has the claim"):
         work(job.order(progress_of(job).shards[0]), lambda event: None)
     assert not (tmp_path / "out").exists()
+
+
+def test_what_killed_writers_left_half_done_is_swept_at_commit(
+    iq_root: Path, tmp_path: Path
+) -> None:
+    """A process that is killed while it writes a small file leaves it under a name of its own."""
+    out = tmp_path / "out"
+    spec = checked(
+        ExportSpec, {"dataset": str(iq_root), "output": str(out), "columns": ["field:samples"]}
+    )
+    job = claim(prepare(spec))
+    for shard in progress_of(job).shards:
+        work(job.order(shard), lambda event: None)
+    (out / "_quarantine").mkdir()
+    left = ["_manifest.json", "_receipts/part-00001.json", "_quarantine/part-00000.jsonl"]
+    for name in left:
+        (out / f"{name}.00c1e17c33514e24.tmp").write_text("{")
+    commit(job)
+    assert not list(out.rglob("*.tmp"))
+    assert signal_batch.verify(str(out)).ok

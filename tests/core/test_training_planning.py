@@ -563,7 +563,8 @@ def test_where_and_how_a_run_is_carried_out_does_not(
 
 @pytest.mark.parametrize("name", sorted(set(TrainExecution.model_fields) - {"ranks"}))
 def test_no_part_of_execution_is_in_the_run_key(even_root: Path, name: str) -> None:
-    value = {"safe_decode": True, "retry_delay_s": 0.5, "stall_timeout_s": 9.0}.get(name, 7)
+    values = {"safe_decode": True, "retry_delay_s": 0.5, "stall_timeout_s": 9.0}
+    value = (values | {"credentials": "team-storage", "limits": ["gpu"]}).get(name, 7)
     changed = planned(even_root, execution={name: value})
     assert changed.spec.execution != TrainExecution()
     assert changed.run_key == planned(even_root).run_key

@@ -79,9 +79,9 @@ def test_an_export_and_what_its_page_shows(
     published: list[float] = []
     update = tracking.update_progress_artifact
 
-    def noting(*, artifact_id: object, progress: float) -> None:
+    def noting(*, artifact_id: object, progress: float, description: str) -> None:
         published.append(progress)
-        update(artifact_id=artifact_id, progress=progress)
+        update(artifact_id=artifact_id, progress=progress, description=description)
 
     monkeypatch.setattr(tracking, "update_progress_artifact", noting)
     monkeypatch.setattr(tracking, "UPDATE_EVERY_S", 0.2)
@@ -117,7 +117,7 @@ def test_an_export_and_what_its_page_shows(
 
     (progress,) = api.artifacts(run_id, "progress")
     assert progress["data"] == 100
-    assert progress["description"] == "48 records to export"
+    assert re.fullmatch(r"48 of 48 records, [\d,]+ records/s", progress["description"])
     assert published == sorted(published)
     assert any(0 < value < 100 for value in published)
 
@@ -256,7 +256,8 @@ def test_a_corrupt_record_fails_its_shard_alone(
     (table,) = api.artifacts(run["id"], "table")
     first, second = _json(table["data"])
     assert f"record {bad}" in first["error"]
-    assert (second["rows"], "error" in second) == (int(whole["name"].rpartition("-")[2]) + 1, False)
+    assert (first["state"], first["record"], second["state"]) == ("failed", bad, "done")
+    assert second["rows"] == int(whole["name"].rpartition("-")[2]) + 1
     (report,) = api.artifacts(run["id"], "markdown")
     assert report["key"] == "export-features-failure"
     assert f"record {bad}" in report["data"]

@@ -157,7 +157,7 @@ def test_a_run_whose_worker_is_killed_and_what_its_page_shows(
     (progress,) = api.artifacts(run_id, "progress")
     assert progress["key"] == "training-progress"
     assert progress["data"] == 100
-    assert progress["description"] == f"{STEPS * BATCH} records to train on"
+    assert progress["description"].startswith(f"{STEPS * BATCH} of {STEPS * BATCH} records")
 
     (table,) = api.artifacts(run_id, "table")
     assert table["key"] == "training-metrics"
@@ -166,7 +166,10 @@ def test_a_run_whose_worker_is_killed_and_what_its_page_shows(
     assert list(judged) == list(range(EVERY, STEPS + 1, EVERY))
     shown = table_of(table)
     assert {row["step"] for row in shown} == set(judged)
-    assert all(row == judged[row["step"]] for row in shown)
+    for row in shown:
+        numbers = {name: value for name, value in row.items() if isinstance(value, float)}
+        assert numbers == pytest.approx({n: judged[row["step"]][n] for n in numbers}, rel=1e-3)
+        assert row.keys() == judged[row["step"]].keys()
 
     (report,) = api.artifacts(run_id, "markdown")
     assert report["key"] == "training-report"
