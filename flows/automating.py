@@ -26,10 +26,11 @@ _PLACES = (
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """What became of an automation: `created`, `updated`, `unchanged` or `left out`."""
+    """What became of an automation: `created`, `updated`, `unchanged` or `left out`, and why."""
 
     name: str
     outcome: str
+    why: str = ""
 
 
 def packaged_file() -> Path:
@@ -40,24 +41,41 @@ def packaged_file() -> Path:
     raise InputError("no automations come with this installation; name a file with --file")
 
 
-def automate(path: Path, notify: str | None = None) -> list[Applied]:
+class _LacksDeployment(InputError):
+    """An automation starts a deployment that the server does not have."""
+
+
+def automate(path: Path | None = None, notify: str | None = None) -> list[Applied]:
     """Create the automations of a file, and update those that differ, by name.
+
+    Of the packaged ones, those are left out that start a deployment which the server does not
+    have, and those that notify where `notify` names no block.
 
     Raises:
         InputError: the file is wrong, or names a deployment or block that the server lacks.
         SignalBatchError: no server, or it does not answer or does not let us in.
     """
-    wanted = _read(path)
+    wanted = _read(path or packaged_file())
     with server() as client:
         # Everything is looked up first, so a wrong name changes nothing on the server.
-        resolved = [
-            (item["name"], _resolved(client, item, notify) if _concerns(item, notify) else None)
-            for item in wanted
-        ]
+        resolved = [_looked_up(client, item, notify, strict=path is not None) for item in wanted]
         return [
-            Applied(name, "left out" if automation is None else _put(client, automation))
-            for name, automation in resolved
+            found if isinstance(found, Applied) else Applied(found.name, _put(client, found))
+            for found in resolved
         ]
+
+
+def _looked_up(
+    client: SyncPrefectClient, item: dict[str, Any], notify: str | None, *, strict: bool
+) -> AutomationCore | Applied:
+    if not _concerns(item, notify):
+        return Applied(item["name"], "left out", "name a block with --notify TYPE/NAME")
+    try:
+        return _resolved(client, item, notify)
+    except _LacksDeployment as exc:
+        if strict:
+            raise
+        return Applied(item["name"], "left out", str(exc))
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -122,8 +140,9 @@ def _deployment_id(client: SyncPrefectClient, name: str) -> str:
     try:
         return str((client.read_deployment_by_name(name)).id)
     except ObjectNotFound as exc:
-        raise InputError(
-            f"the server has no deployment {name}; register it with `signal-batch deploy`"
+        raise _LacksDeployment(
+            f"the server has no deployment {name}; register it, or name another in a copy of "
+            "automations.yaml (--file)"
         ) from exc
 
 

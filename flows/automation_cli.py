@@ -45,13 +45,11 @@ def add_commands(commands: Any) -> None:
 
 def _automate(arguments: argparse.Namespace, runners: Runners) -> int:
     _quiet_prefect()
-    from flows.automating import automate, packaged_file
+    from flows.automating import automate
 
-    applied = automate(arguments.file or packaged_file(), arguments.notify)
-    for one in applied:
-        print(f"{one.outcome:9}  {one.name}")
-    if any(one.outcome == "left out" for one in applied):
-        print("left out is what notifies: name a block with --notify TYPE/NAME")
+    for one in automate(arguments.file, arguments.notify):
+        why = f": {one.why}" if one.why else ""
+        print(f"{one.outcome:9}  {one.name}{why}")
     return 0
 
 

@@ -28,10 +28,12 @@ from prefect.flows import load_flow_from_entrypoint
 from prefect.types.entrypoint import EntrypointType
 from prefect.utilities.schema_tools import ValidationError as SchemaError
 from prefect.utilities.schema_tools import validate
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic import ValidationError as PydanticValidationError
 
+from signal_batch import built_ins, trainers
 from signal_batch.errors import InputError, SpecError
+from signal_batch.references import is_reference, unknown_built_in
 from signal_batch.specs import Frozen, check_json, checked
 
 #: The deployments of this project: beside the flows in a wheel, beside their folder in a checkout.
@@ -39,6 +41,14 @@ _PLACES = (
     Path(__file__).parent / "_deployments" / "prefect.yaml",
     Path(__file__).parents[1] / "deployments" / "prefect.yaml",
 )
+#: What every run needs in its environment, unless the file says otherwise: no usage telemetry, and
+#: the heartbeats by which automations.yaml tells a long run from a dead one.
+ENVIRONMENT = {
+    "DO_NOT_TRACK": "1",
+    "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+    "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30",
+    "SIGNAL_BATCH_PLAIN_GRAIN": "1",
+}
 #: Keys of the file that say nothing about a deployment.
 _IGNORED = {"name", "prefect-version", "definitions"}
 
@@ -112,6 +122,18 @@ class WorkPool(Frozen):
     work_queue_name: str | None = None
     job_variables: dict[str, Any] = Field(default_factory=dict)
 
+    @property
+    def variables(self) -> dict[str, Any]:
+        """The job variables, with what every run needs."""
+        return self.job_variables | {"env": ENVIRONMENT | (self.job_variables.get("env") or {})}
+
+    @field_validator("job_variables")
+    @classmethod
+    def _environment_is_a_mapping(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if not isinstance(value.get("env") or {}, dict):
+            raise SpecError("env must map names to values")
+        return value
+
 
 class Entry(Frozen):
     """One deployment of the file."""
@@ -135,9 +157,9 @@ class Entry(Frozen):
         Raises `InputError` where there is no such flow, or where it refuses the parameters.
         """
         flow = _flow_at(self.entrypoint)
-        check_parameters(flow, self.parameters)
-        for schedule in self.schedules or ():
-            check_parameters(flow, self.parameters | schedule.parameters)
+        for given in ({}, *(schedule.parameters for schedule in self.schedules or ())):
+            check_parameters(flow, self.parameters | given)
+            _check_names((self.parameters | given).get("spec"))
         limit = self.concurrency_limit
         deployment = RunnerDeployment.from_flow(
             flow,
@@ -151,7 +173,7 @@ class Entry(Frozen):
             schedules=[schedule.build() for schedule in self.schedules or ()] or None,
             concurrency_limit=limit.build() if isinstance(limit, Limit) else limit,
             work_queue_name=self.work_pool.work_queue_name,
-            job_variables=self.work_pool.job_variables,
+            job_variables=self.work_pool.variables,
             entrypoint_type=EntrypointType.MODULE_PATH,
         )
         # What is sent replaces what is there: a pause or a schedule made in the UI is to stay.
@@ -221,6 +243,18 @@ def check_parameters(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> Non
         cause = exc.__cause__ or exc.__context__
         known_cause = isinstance(cause, PydanticValidationError)
         raise SpecError(_first_message(cause) if known_cause else str(exc)) from exc  # type: ignore[arg-type]
+
+
+def _check_names(spec: Any) -> None:
+    """Refuse a built-in that does not exist; what is not built in need not be installed here."""
+    spec = spec if isinstance(spec, dict) else {}
+    for field, kind, known in (
+        ("features", "feature", tuple(built_ins.BUILT_IN)),
+        ("trainer", "trainer", tuple(trainers.BUILT_IN)),
+    ):
+        name = spec.get(field)
+        if isinstance(name, str) and not is_reference(name) and name not in known:
+            raise unknown_built_in(kind, name, known)
 
 
 def _content(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,8 @@ def _serve(arguments: argparse.Namespace, runners: Runners) -> int:
 
 
 def _deploy(arguments: argparse.Namespace, runners: Runners) -> int:
+    # Our own messages instead of Prefect's log, which it sets up when it is first imported.
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
     from flows import deploying, registering
 
     deployments = deploying.read_deployments(_file(arguments), tuple(arguments.only))

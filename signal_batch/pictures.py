@@ -59,9 +59,17 @@ def drawing() -> Iterator[None]:
 
 
 def _picture(
-    width: float, height: float, draw: Callable[[Axes], object], *, cropped: bool = False
+    width: float,
+    height: float,
+    draw: Callable[[Axes], object],
+    *,
+    cropped: bool = False,
+    dpi: int = 144,
 ) -> str:
-    """An SVG of one pair of axes, in inches, as a `data:` URI; `cropped` takes margins off."""
+    """An SVG of one pair of axes, in inches, as a `data:` URI; `cropped` takes margins off.
+
+    `dpi` is that of images in it, which are what makes it large.
+    """
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
@@ -71,7 +79,7 @@ def _picture(
     target = io.BytesIO()
     nothing = {"Date": None, "Creator": None}
     box = "tight" if cropped else None
-    figure.savefig(target, format="svg", dpi=144, metadata=nothing, bbox_inches=box)
+    figure.savefig(target, format="svg", dpi=dpi, metadata=nothing, bbox_inches=box)
     return f"data:image/svg+xml;base64,{base64.b64encode(target.getvalue()).decode()}"
 
 
@@ -200,7 +208,7 @@ def draw_map(name: str, values: npt.NDArray[Any]) -> str:
         assert axes.figure is not None
         axes.figure.colorbar(drawn)
 
-    return _picture(5.6, 3.0, draw)
+    return _picture(5.6, 3.0, draw, dpi=72)
 
 
 def _is_wide(values: npt.NDArray[Any]) -> bool:

@@ -280,8 +280,6 @@ Limits = Annotated[
 ]
 
 
-
-
 def refuse_block(credentials: str | None) -> None:
     """Refuse credentials from a block where no Prefect server hands it out."""
     if credentials is not None:
@@ -323,6 +321,16 @@ class Execution(Frozen):
     )
     credentials: Credentials = None
     limits: Limits = ()
+
+    @field_validator("runner", mode="before")
+    @classmethod
+    def _runner_in_words(cls, value: Any) -> Any:
+        if isinstance(value, str) and re.fullmatch(RUNNER_FORM, value) is None:
+            raise SpecError(
+                f"{value!r} is no runner; it is local, dask[:ADDRESS], ray[:ADDRESS] or "
+                "work-pool[:FLOW/DEPLOYMENT]"
+            )
+        return value
 
     @property
     def engine(self) -> str:

@@ -36,8 +36,8 @@ _WITHOUT_BAD = (
 )
 
 
-def advice(error: object, spec: JobSpec) -> list[str]:
-    """Lines of Markdown, the most urgent first."""
+def advice(error: object, spec: JobSpec, *, claimed: bool) -> list[str]:
+    """Lines of Markdown, the most urgent first; `claimed` if the run came to have an output."""
     causes = error.causes if isinstance(error, ShardsFailedError) else [error]
     places = {"dataset": spec.dataset, "output": spec.output}
     lines = [
@@ -49,4 +49,6 @@ def advice(error: object, spec: JobSpec) -> list[str]:
         lines.append(_WITHOUT_BAD)
     if not any(isinstance(cause, _OF_THE_REQUEST) for cause in causes):
         lines.append(_AGAIN)
-    return [*lines, f"`signal-batch status {spec.output}` shows how far it came."]
+    if claimed:
+        lines.append(f"`signal-batch status {spec.output}` shows how far it came.")
+    return lines

@@ -29,7 +29,7 @@ from tasks.credentials import use_credentials
 from tasks.fanout import run_bounded
 from tasks.policy import retry_delays, task
 from tasks.tracking import report_rows, tracked
-from tasks.work_pool import WorkPoolEngine
+from tasks.work_pool import WorkPoolEngine, check_deployment
 
 ShardRow = dict[str, Any]
 
@@ -37,6 +37,7 @@ ShardRow = dict[str, Any]
 @task(name="plan parts")
 def plan_parts(spec: ExportSpec, pin: Pin, selection: Selection) -> ExportJob:
     """Plan, and claim the output folder for this run key."""
+    check_runner(spec.execution)
     job = steps.claim(planning.plan(spec, pin, selection))
     get_run_logger().info("run key %s, %d parts", job.run_key[:16], len(job.parts))
     return job
@@ -118,6 +119,14 @@ def run_order(output: str, name: str, label: str, credentials: str | None) -> No
         receipts = engine.run(WorkOrder.from_json(document), lambda rows: None)
     row = _row(label, receipts, time.monotonic() - started, attempts=1)
     get_run_logger().info("%s: %d rows in %.1f s", label, row["rows"], row["seconds"])
+
+
+def check_runner(execution: Execution) -> None:
+    """Refuse a runner that this machine or the server cannot offer, before anything is written."""
+    if execution.engine == "work-pool":
+        check_deployment(execution.runner_address)
+    else:
+        engine_for(execution)
 
 
 #: The engine of each run of this process.

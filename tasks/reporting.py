@@ -24,6 +24,7 @@ from prefect.flows import Flow
 from prefect.runtime import flow_run
 from prefect.settings import get_current_settings
 
+from signal_batch.errors import SignalBatchError
 from signal_batch.job import Outcome
 from signal_batch.pictures import drawing
 from signal_batch.pins import Pin
@@ -118,9 +119,16 @@ def report_failure(flow: Flow[Any, Any], run: FlowRun, state: State[Any]) -> Non
             *_what_happened(error if isinstance(error, Exception) else state.message or "", run),
             "**What to do**",
             "",
-            *(f"- {line}" for line in advice(error, spec)),
+            *(f"- {line}" for line in advice(error, spec, claimed=_is_claimed(spec.output))),
         ]
         _leave_report(f"{flow.name}-failure", spec.output, lines)
+
+
+def _is_claimed(output: str) -> bool:
+    try:
+        return OutputStore(output).read_claim() is not None
+    except SignalBatchError:
+        return False
 
 
 def _what_happened(error: object, run: FlowRun) -> list[str]:

@@ -28,8 +28,13 @@ def check_dataset(
 def raise_faults(result: Validation) -> None:
     """Fail with the first few faults of an unsound dataset."""
     if not result.ok:
-        shown = "; ".join(result.faults[:5])
-        raise CorruptDatasetError(f"{len(result.faults)} faults in {result.pin.uri}: {shown}")
+        count = len(result.faults)
+        shown = "; ".join(result.faults[:5]) + (f"; and {count - 5} more" if count > 5 else "")
+        faults = "1 fault" if count == 1 else f"{count} faults"
+        raise CorruptDatasetError(
+            f"{faults} in {result.pin.uri}: {shown}. Put back what is damaged from a copy; "
+            "`signal-batch validate` lists it all"
+        )
 
 
 def _report(result: Validation) -> str:

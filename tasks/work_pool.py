@@ -43,6 +43,19 @@ _LONG_WAIT_S = 60.0
 _FILTERED = 200
 
 
+def check_deployment(name: str | None) -> None:
+    """Raises `InputError` where the deployment that runs shards is not registered."""
+    name = name or DEPLOYMENT
+    with get_client(sync_client=True) as client:
+        try:
+            client.read_deployment_by_name(name)
+        except (ObjectNotFound, ValueError) as exc:
+            raise InputError(
+                f"there is no deployment {name} to run shards with; register it with "
+                "`signal-batch deploy --pool NAME --only export-shard`"
+            ) from exc
+
+
 class WorkPoolEngine:
     """Runs each work order as a flow run of a deployment, `export-shard/export-shard` by default.
 
@@ -66,14 +79,6 @@ class WorkPoolEngine:
         self._closed = threading.Event()
 
     def __enter__(self) -> Self:
-        with get_client(sync_client=True) as client:
-            try:
-                client.read_deployment_by_name(self._deployment)
-            except (ObjectNotFound, ValueError) as exc:
-                raise InputError(
-                    f"there is no deployment {self._deployment} to run shards with; register it "
-                    "with `signal-batch deploy --pool NAME`"
-                ) from exc
         self._poller = threading.Thread(target=self._poll, daemon=True)
         self._poller.start()
         return self

@@ -99,6 +99,32 @@ EXPORT = {
 }
 
 
+@pytest.mark.parametrize(
+    ("flow", "given", "words"),
+    [
+        ("export_features", {"features": "spectogram"}, "did you mean spectrogram"),
+        ("train_model", {"trainer": "torch"}, "'torch' is not a built-in trainer"),
+    ],
+)
+def test_a_built_in_that_does_not_exist_is_refused(
+    flow: str, given: dict[str, str], words: str, write: Callable[..., Path]
+) -> None:
+    spec = {"dataset": "in.sds", "output": "out", "columns": ["field:samples"]} | given
+    path = write(entrypoint=f"flows.{flow}.{flow}", parameters={"spec": spec})
+    with pytest.raises(InputError, match=words):
+        deploying.read_deployments(path)
+
+
+def test_runs_show_that_they_live_whatever_the_file_says(write: Callable[..., Path]) -> None:
+    """Otherwise the automation that finds dead runs would find every long one."""
+    (made,) = deploying.read_deployments(write())
+    assert made.job_variables["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "30"
+    assert made.job_variables["env"]["DO_NOT_TRACK"] == "1"
+    own = {"env": {"PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "45"}}
+    (made,) = deploying.read_deployments(write(work_pool={"job_variables": own}))
+    assert made.job_variables["env"]["PREFECT_FLOWS_HEARTBEAT_FREQUENCY"] == "45"
+
+
 def test_a_deployment_is_what_its_file_says(write: Callable[..., Path]) -> None:
     path = write(
         description="what it is",
@@ -115,7 +141,7 @@ def test_a_deployment_is_what_its_file_says(write: Callable[..., Path]) -> None:
     assert made.concurrency_limit == 3
     assert made.concurrency_options is not None
     assert made.concurrency_options.collision_strategy.value == "CANCEL_NEW"
-    assert made.job_variables == {"env": {"A": "1"}}
+    assert made.job_variables == {"env": deploying.ENVIRONMENT | {"A": "1"}}
     assert made.enforce_parameter_schema
     (schedule,) = made.schedules or ()
     assert schedule.schedule.interval.total_seconds() == 3600  # type: ignore[union-attr]
