@@ -16,6 +16,7 @@ from typing import Any
 from flows import automation_cli, team_cli
 from signal_batch import cli
 from signal_batch.cli_options import Runners
+from signal_batch.errors import SignalBatchError
 from signal_batch.job import Outcome
 from signal_batch.publishing import TrainOutcome
 from signal_batch.report import note
@@ -57,8 +58,8 @@ def run_export(spec: ExportSpec, *, on_progress: Any) -> Outcome:
     with _prefect(on_progress):
         from flows.export_features import export_features
 
-        outcome: Outcome = export_features(spec)
-    return replace(outcome, watch_at=_page_of(outcome.manifest))
+        outcome: Outcome = _result_of(export_features(spec, return_state=True))
+        return replace(outcome, watch_at=_page_of(outcome.manifest["run"].get("flow_run_id", "")))
 
 
 def run_training(spec: TrainSpec, *, on_progress: Any) -> TrainOutcome:
@@ -66,8 +67,17 @@ def run_training(spec: TrainSpec, *, on_progress: Any) -> TrainOutcome:
     with _prefect(on_progress):
         from flows.train_model import train_model
 
-        outcome: TrainOutcome = train_model(spec)
-    return replace(outcome, watch_at=_page_of(outcome.manifest))
+        outcome: TrainOutcome = _result_of(train_model(spec, return_state=True))
+        return replace(outcome, watch_at=_page_of(outcome.manifest["run"].get("flow_run_id", "")))
+
+
+def _result_of(state: Any) -> Any:
+    """What a run came to; for one that failed, a person is told where its page is."""
+    try:
+        return state.result()
+    except SignalBatchError:
+        note(f"the run's page: {_page_of(str(state.state_details.flow_run_id))}")
+        raise
 
 
 @contextmanager
@@ -125,13 +135,12 @@ def _prefect(on_progress: Any) -> Iterator[None]:
             yield
 
 
-def _page_of(manifest: dict[str, Any]) -> str:
-    """The run's page, and how to get a server that shows it where none is running."""
+def _page_of(run_id: str) -> str:
+    """A run's page, and how to get a server that shows it where none is running."""
     from prefect.settings import get_current_settings
 
     from flows import embedded
 
-    run_id = manifest["run"].get("flow_run_id", "")
     settings = get_current_settings()
     if embedded.configured() and settings.api.url:
         return f"{settings.ui_url or settings.api.url.removesuffix('/api')}/runs/flow-run/{run_id}"

@@ -9,14 +9,16 @@ from functools import partial
 from typing import Any
 
 from prefect import get_run_logger
+from prefect.exceptions import CancelledRun
 from prefect.futures import PrefectFuture
 from prefect.runtime import task_run
+from prefect.states import Cancelled
 from prefect.utilities.annotations import quote
 
 from signal_batch import job as steps
 from signal_batch import planning
 from signal_batch.engines import Engine, Fallout, LocalEngine, engine_for, following
-from signal_batch.errors import DamagedOutputError, SignalBatchError
+from signal_batch.errors import DamagedOutputError, SignalBatchError, StoppedError
 from signal_batch.export import WorkOrder
 from signal_batch.job import ExportJob, Outcome
 from signal_batch.pins import Pin
@@ -47,7 +49,11 @@ def plan_parts(spec: ExportSpec, pin: Pin, selection: Selection) -> ExportJob:
 def export_shard(order: dict[str, Any], label: str, run_id: str) -> ShardRow:
     """Have one worker program run over the parts of a work order, given as JSON."""
     started = time.monotonic()
-    receipts = _engines[run_id].run(WorkOrder.from_json(order), partial(report_rows, run_id))
+    try:
+        receipts = _engines[run_id].run(WorkOrder.from_json(order), partial(report_rows, run_id))
+    except StoppedError as exc:
+        # No failure, and not to be shown as one. Prefect takes a state for that of the task.
+        return Cancelled(message=f"{exc}; its finished parts stay")  # type: ignore[return-value]
     row = _row(label, receipts, time.monotonic() - started, attempts=task_run.run_count)
     get_run_logger().info(
         "%s rows in %.1f s, %s records/s",
@@ -93,7 +99,7 @@ def export_shards(job: ExportJob, run_id: str) -> list[ShardRow]:
         try:
             for label, future in run_bounded(submits, execution.workers):
                 try:
-                    rows.append(future.result())
+                    rows.append(_row_of(future))
                 except SignalBatchError as exc:
                     rows.append(_failed_row(label, exc))
                     fallout.add(label, exc)
@@ -104,6 +110,13 @@ def export_shards(job: ExportJob, run_id: str) -> list[ShardRow]:
                 reporting.leave_shards(_in_order(rows, submits))
             raise
     return _in_order(rows, submits)
+
+
+def _row_of(future: PrefectFuture[ShardRow]) -> ShardRow:
+    try:
+        return future.result()
+    except CancelledRun as exc:
+        raise StoppedError("the run was stopped") from exc
 
 
 def run_order(output: str, name: str, label: str, credentials: str | None) -> None:
