@@ -8,29 +8,22 @@ misspelt key or parameters that the flow refuses, is an error here, before anyth
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import date, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import yaml
 from prefect import Flow
-from prefect.client.schemas.actions import DeploymentScheduleCreate
 from prefect.client.schemas.objects import ConcurrencyLimitConfig, ConcurrencyLimitStrategy
-from prefect.client.schemas.schedules import (
-    SCHEDULE_TYPES,
-    CronSchedule,
-    IntervalSchedule,
-    RRuleSchedule,
-)
 from prefect.deployments.runner import RunnerDeployment
 from prefect.exceptions import ParameterTypeError
 from prefect.flows import load_flow_from_entrypoint
 from prefect.types.entrypoint import EntrypointType
 from prefect.utilities.schema_tools import ValidationError as SchemaError
 from prefect.utilities.schema_tools import validate
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 from pydantic import ValidationError as PydanticValidationError
 
+from flows.timetable import Name, Schedule, a_name, first_message, refuse_two_of_a_slug
 from signal_batch import built_ins, trainers
 from signal_batch.errors import InputError, SpecError
 from signal_batch.references import is_reference, unknown_built_in
@@ -52,60 +45,24 @@ ENVIRONMENT = {
 #: Keys of the file that say nothing about a deployment.
 _IGNORED = {"name", "prefect-version", "definitions"}
 
-T = TypeVar("T")
+#: More of these than any file of deployments has; what holds itself goes on for ever.
+_MOST_LEVELS = 50
+_MOST_VALUES = 100_000
+_MOST_RUNS = 1_000_000
 
 
-class Schedule(Frozen):
-    """When a deployment runs by itself: by exactly one of `cron`, `interval` and `rrule`."""
-
-    cron: str | None = None
-    interval: float | None = Field(default=None, gt=0, description="seconds")
-    rrule: str | None = None
-    timezone: str | None = None
-    anchor_date: datetime | date | None = None
-    day_or: bool = True
-    slug: str | None = None
-    active: bool | None = None
-    parameters: dict[str, Any] = Field(default_factory=dict)
-
-    @model_validator(mode="after")
-    def _one_form(self) -> Schedule:
-        forms = [name for name in ("cron", "interval", "rrule") if getattr(self, name) is not None]
-        if len(forms) != 1:
-            raise SpecError(f"a schedule takes one of cron, interval and rrule, not {forms}")
-        return self
-
-    def build(self) -> DeploymentScheduleCreate:
-        """Prefect's schedule. What the file leaves open is not sent, so the server keeps its own.
-
-        Raises `SpecError` for an expression that means nothing.
-        """
-        given = self.model_dump(exclude_none=True, include={"slug", "active"})
-        if self.parameters:
-            given["parameters"] = self.parameters
-        try:
-            return DeploymentScheduleCreate(schedule=self._timing(), **given)
-        except PydanticValidationError as exc:
-            raise SpecError(_first_message(exc)) from exc
-
-    def _timing(self) -> SCHEDULE_TYPES:
-        if self.cron is not None:
-            return CronSchedule(cron=self.cron, timezone=self.timezone, day_or=self.day_or)
-        if self.rrule is not None:
-            zone = {"timezone": self.timezone} if self.timezone else {}
-            return RRuleSchedule.model_validate({"rrule": self.rrule, **zone})
-        anchor = {"anchor_date": self.anchor_date} if self.anchor_date else {}
-        return IntervalSchedule.model_validate(
-            {"interval": timedelta(seconds=self.interval or 0), "timezone": self.timezone, **anchor}
-        )
+def _deployment_name(text: str) -> str:
+    if odd := sorted(set(text) & set("/%&><")):
+        raise SpecError(f"a name goes without / % & > <; take {odd[0]} out of it")
+    return a_name(text)
 
 
 class Limit(Frozen):
     """How many runs of a deployment there may be at a time, and what happens to one more."""
 
-    limit: int = Field(ge=1)
+    limit: int = Field(ge=1, le=_MOST_RUNS, strict=True)
     collision_strategy: Literal["ENQUEUE", "CANCEL_NEW"] = "ENQUEUE"
-    grace_period_seconds: int | None = Field(default=None, ge=60, le=86_400)
+    grace_period_seconds: int | None = Field(default=None, ge=60, le=86_400, strict=True)
 
     def build(self) -> ConcurrencyLimitConfig:
         return ConcurrencyLimitConfig(
@@ -118,8 +75,8 @@ class Limit(Frozen):
 class WorkPool(Frozen):
     """Where runs of a deployment wait for a worker; `--pool` takes the place of the name."""
 
-    name: str | None = None
-    work_queue_name: str | None = None
+    name: Name | None = None
+    work_queue_name: Name | None = None
     job_variables: dict[str, Any] = Field(default_factory=dict)
 
     @property
@@ -132,17 +89,18 @@ class WorkPool(Frozen):
     def _environment_is_a_mapping(cls, value: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value.get("env") or {}, dict):
             raise SpecError("env must map names to values")
+        check_json("a job variable", value)
         return value
 
 
 class Entry(Frozen):
     """One deployment of the file."""
 
-    name: str = Field(pattern=r"^[^/%&><]+$")
+    name: Annotated[str, AfterValidator(_deployment_name)]
     entrypoint: str
-    description: str | None = None
-    version: str | None = None
-    tags: tuple[str, ...] = ()
+    description: str | None = Field(default=None, max_length=10_000)
+    version: Name | None = None
+    tags: tuple[Name, ...] = ()
     parameters: dict[str, Any] = Field(default_factory=dict)
     enforce_parameter_schema: bool = True
     paused: bool | None = None
@@ -150,6 +108,23 @@ class Entry(Frozen):
     concurrency_limit: int | Limit | None = None
     work_pool: WorkPool = WorkPool()
     pull: tuple[()] | None = None
+
+    @field_validator("schedules")
+    @classmethod
+    def _schedules_have_their_own_slugs(cls, value: tuple[Schedule, ...] | None) -> Any:
+        refuse_two_of_a_slug(value or ())
+        return value
+
+    @field_validator("concurrency_limit", mode="before")
+    @classmethod
+    def _limit_in_either_form(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            return checked(Limit, value)
+        if value is not None and not (type(value) is int and 1 <= value <= _MOST_RUNS):
+            raise SpecError(
+                f"write a whole number from 1 to {_MOST_RUNS:,}, or limit and collision_strategy"
+            )
+        return value
 
     def build(self) -> RunnerDeployment:
         """Prefect's deployment of the flow at the entrypoint.
@@ -231,6 +206,8 @@ def check_parameters(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> Non
         if name not in known:
             raise SpecError(f"{flow.name} takes no parameter {name!r}; it takes {', '.join(known)}")
     check_json("parameters", parameters)
+    for name, value in parameters.items():
+        _refuse_unknown(name, value, known[name], schema.get("definitions") or {})
     try:
         # As the server does it, where what is missing may come with the run.
         validate(dict(parameters), schema, raise_on_error=True, ignore_required=True)
@@ -242,7 +219,25 @@ def check_parameters(flow: Flow[..., Any], parameters: Mapping[str, Any]) -> Non
     except ParameterTypeError as exc:
         cause = exc.__cause__ or exc.__context__
         known_cause = isinstance(cause, PydanticValidationError)
-        raise SpecError(_first_message(cause) if known_cause else str(exc)) from exc  # type: ignore[arg-type]
+        raise SpecError(first_message(cause) if known_cause else str(exc)) from exc  # type: ignore[arg-type]
+
+
+def _refuse_unknown(
+    where: str, value: Any, schema: Mapping[str, Any], definitions: Mapping[str, Any]
+) -> None:
+    """Refuse a misspelt key inside a parameter, naming those that there are."""
+    reference = schema.get("$ref") or next(
+        (part["$ref"] for part in schema.get("allOf", ()) if "$ref" in part), None
+    )
+    if reference:
+        schema = definitions.get(str(reference).rpartition("/")[2], {})
+    fields = schema.get("properties")
+    if not isinstance(value, dict) or not fields or schema.get("additionalProperties") is not False:
+        return
+    for key, item in value.items():
+        if key not in fields:
+            raise SpecError(f"{where}.{key}: there is no such field; there are {', '.join(fields)}")
+        _refuse_unknown(f"{where}.{key}", item, fields[key], definitions)
 
 
 def _check_names(spec: Any) -> None:
@@ -265,16 +260,41 @@ def _content(path: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not there; name a file of deployments with --file") from None
     except (OSError, UnicodeDecodeError) as exc:
         raise InputError(f"{path} cannot be read: {exc}") from exc
+    except RecursionError:
+        raise _too_deep(path) from None
     except yaml.YAMLError as exc:
         raise InputError(f"{path} is no YAML: {' '.join(str(exc).split())}") from exc
+    except (ValueError, LookupError, AttributeError) as exc:  # a 13th month, a `!!int` of nothing
+        raise InputError(f"{path} holds a value that is none of its kind: {exc}") from exc
     if not isinstance(content, dict):
         raise InputError(f"{path} names no deployments; it must hold a list of them")
+    _check_shape(path, content)
     return content
 
 
+def _check_shape(path: Path, content: Any) -> None:
+    """Refuse what holds itself, which an anchor can, before anything goes down into it."""
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        pairs = [pair for item in level if isinstance(item, dict) for pair in item.items()]
+        items = [item for values in level if isinstance(values, list | tuple) for item in values]
+        level = [*(part for pair in pairs for part in pair), *items]
+        if not level:
+            return
+        if len(level) > _MOST_VALUES:
+            break
+    raise _too_deep(path)
+
+
+def _too_deep(path: Path) -> InputError:
+    return InputError(
+        f"{path} is nested too deeply or in itself; write out what its anchors (&) and aliases (*) "
+        "stand for"
+    )
+
+
 def _entry(path: Path, index: int, entry: Any) -> Entry:
-    name = entry.get("name") if isinstance(entry, dict) else None
-    where = f"{path}: deployment {name or index}"
+    where = f"{path}: deployment {_shown_name(entry) or index}"
     if not isinstance(entry, dict):
         raise InputError(f"{where} must be a mapping with name and entrypoint")
     if templates := sorted(_templates(entry)):
@@ -284,7 +304,20 @@ def _entry(path: Path, index: int, entry: Any) -> Entry:
     try:
         return checked(Entry, entry)
     except SpecError as exc:
-        raise InputError(f"{where}: {exc}") from exc
+        raise InputError(f"{where}: {_in_a_line(exc)}") from exc
+
+
+def _shown_name(entry: Any) -> str | None:
+    """The name of a deployment, where it has one that can be shown."""
+    name = entry.get("name") if isinstance(entry, dict) else None
+    try:
+        return a_name(name) if isinstance(name, str) else None
+    except SpecError:
+        return None
+
+
+def _in_a_line(exc: Exception) -> str:
+    return " ".join(str(exc).split())
 
 
 def _templates(value: Any) -> set[str]:
@@ -298,11 +331,12 @@ def _built(path: Path, entry: Entry) -> RunnerDeployment:
     try:
         return entry.build()
     except InputError as exc:
-        raise InputError(f"{path}: deployment {entry.name}: {exc}") from exc
+        raise InputError(f"{path}: deployment {entry.name}: {_in_a_line(exc)}") from exc
 
 
 def _flow_at(entrypoint: str) -> Flow[..., Any]:
-    if ":" in entrypoint or "." not in entrypoint:
+    parts = entrypoint.split(".")
+    if len(parts) < 2 or not all(part.isidentifier() for part in parts):
         raise InputError(
             f"entrypoint {entrypoint!r} must be a dotted path of an installed module, such as "
             "flows.export_features.export_features"
@@ -310,12 +344,5 @@ def _flow_at(entrypoint: str) -> Flow[..., Any]:
     try:
         return load_flow_from_entrypoint(entrypoint, use_placeholder_flow=False)
     except Exception as exc:  # whatever a module does while it is imported
-        said = " ".join(str(exc).split())
-        raise InputError(f"there is no flow at {entrypoint}: {type(exc).__name__}: {said}") from exc
-
-
-def _first_message(exc: PydanticValidationError) -> str:
-    item = exc.errors(include_url=False, include_context=False, include_input=False)[0]
-    where = ".".join(str(part) for part in item["loc"])
-    message = item["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}" if where else message
+        said = f"{type(exc).__name__}: {_in_a_line(exc)}"
+        raise InputError(f"there is no flow at {entrypoint}: {said}") from exc

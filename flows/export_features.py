@@ -46,7 +46,7 @@ def export_features(spec: ExportSpec) -> Outcome:
         outcome = Outcome(standing, already_complete=True)
         tasks.report_run(outcome, spec, [], 0.0)
         return outcome
-    rows = tasks.export_shards(job, str(flow_run.id))
+    job, rows = tasks.export_shards(job, str(flow_run.id))
     run = {"flow_run_id": str(flow_run.id), "flow_run_name": flow_run.name}
     outcome = Outcome(tasks.commit_output(job, run))
     tasks.report_run(outcome, spec, rows, time.monotonic() - started)

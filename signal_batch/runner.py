@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from signal_batch.engines import Engine, Fallout, engine_for, following
 from signal_batch.errors import SignalBatchError
-from signal_batch.job import ExportJob, Outcome, claim, commit, progress_of
+from signal_batch.job import ExportJob, Outcome, claim, commit, peek, progress_of
 from signal_batch.plan import Shard
 from signal_batch.planning import prepare
 from signal_batch.processes import retried
@@ -32,14 +32,16 @@ def export(spec: ExportSpec, *, on_progress: OnProgress | None = None) -> Outcom
     """
     refuse_block(spec.execution.credentials)
     engine = engine_for(spec.execution)
-    job = claim(prepare(spec))
-    progress = progress_of(job)
-    if progress.manifest is not None:
-        return Outcome(progress.manifest, already_complete=True)
+    job = peek(prepare(spec))
+    if standing := progress_of(job).manifest:
+        return Outcome(standing, already_complete=True)
     report = on_progress or (lambda rows, total=None: None)
-    report(progress.done_rows, total=len(job.selection))
-    with engine, following(engine, job, progress.done_rows, report):
-        _run_shards(job, progress.shards, report, engine)
+    with engine:  # before the claim: without a place to run, nothing is written
+        job = claim(job)
+        progress = progress_of(job)
+        report(progress.done_rows, total=len(job.selection))
+        with following(engine, job, progress.done_rows, report):
+            _run_shards(job, progress.shards, report, engine)
     return Outcome(commit(job))
 
 

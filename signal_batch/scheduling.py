@@ -11,7 +11,8 @@ schedule is written in, and an offset counts elapsed time. Directives give digit
 on every machine; between them may stand letters, digits and `/ - _ . = + ,`.
 
 Braces that begin with `scheduled`, or hold a format such as `:%Y`, are meant as a template and
-must be a good one. Any other brace is plain text: a dataset may be called `{a}.sds`.
+must be a good one. In a text without any template a brace is plain text: a dataset may be called
+`{a}.sds`. Beside a template it is taken for a slip, and refused.
 """
 
 from __future__ import annotations
@@ -74,10 +75,13 @@ def at_time(spec: S, moment: datetime) -> S:
 def resolve(text: str, moment: datetime) -> str:
     """The text with every template in it resolved; raises `SpecError` for a bad one."""
     moment = _in_utc(moment)
-    pieces, end = [], 0
+    pieces, between, end = [], [], 0
     for found in _templates(text):
-        pieces += [text[end : found.start()], _resolved(found, moment)]
+        between.append(text[end : found.start()])
+        pieces += [between[-1], _resolved(found, moment)]
         end = found.end()
+    if pieces and re.search("[{}]", "".join([*between, text[end:]])):
+        raise SpecError(f"{text}: a brace is left over beside the template; take it out")
     return "".join([*pieces, text[end:]])
 
 
@@ -159,6 +163,8 @@ def _check_form(shown: str, form: str) -> None:
         raise SpecError(
             f"{shown}: only letters, digits and / - _ . = + , may stand between directives"
         )
+    if ".." in form:
+        raise SpecError(f"{shown}: '..' would lead out of the folder; take it out")
 
 
 def _duration(amount: str, unit: str) -> timedelta:

@@ -19,11 +19,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from decimal import Decimal
 from hashlib import sha256
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -58,6 +58,11 @@ RESERVED_COLUMNS = ("id", "ordinal")
 _SOURCES = ("field", "metadata", "annotation", "annotation-field", *IDENTITY_SOURCES)
 _SET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _COLUMN_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+#: Schemes whose URI begins with a bucket, a container or a host.
+_PLACED = (
+    *("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "oss"),
+    *("ftp", "sftp", "ssh", "smb", "webhdfs", "http", "https"),
+)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 
 Source = Literal["field", "metadata", "annotation", "annotation-field", "id", "scene", "ordinal"]
@@ -256,7 +261,10 @@ SIZE_FORM = WithJsonSchema(
 MOST_SECONDS = 7 * 86_400
 
 #: A runner is a name, and where it is if not on this machine: `dask:tcp://host:8786`.
-RUNNER_FORM = r"^(local|(dask|ray|work-pool)(:[^\s]+)?)$"
+RUNNER_FORM = (
+    r"^(local|dask(:([a-z]+://)?[^\s/@?#]+:\d{1,5})?|ray(:(ray://)?[^\s/@?#]+:\d{1,5})?"
+    r"|work-pool(:[^\s/]+/[^\s/]+)?)$"
+)
 
 #: Name of the block that holds the storage's environment variables; see `tasks.credentials`.
 Credentials = Annotated[
@@ -326,9 +334,10 @@ class Execution(Frozen):
     @classmethod
     def _runner_in_words(cls, value: Any) -> Any:
         if isinstance(value, str) and re.fullmatch(RUNNER_FORM, value) is None:
+            # Not repeated in the message: an address may carry a password.
             raise SpecError(
-                f"{value!r} is no runner; it is local, dask[:ADDRESS], ray[:ADDRESS] or "
-                "work-pool[:FLOW/DEPLOYMENT]"
+                "that is no runner; it is local, dask or dask:tcp://HOST:PORT, ray or "
+                "ray:ray://HOST:PORT, work-pool or work-pool:FLOW/DEPLOYMENT"
             )
         return value
 
@@ -397,6 +406,8 @@ class JobSpec(Frozen):
             raise SpecError(f"column names must be unique; {', '.join(twice)} is used twice")
         for uri in (self.dataset, self.output):
             refuse_credentials(uri)
+            refuse_placeless(uri)
+        refuse_read_only(self.output)
         if self.output.startswith("memory:"):
             raise SpecError("memory:// is another place in each worker process; name a folder")
         check_templates(dataset=self.dataset, output=self.output, pin=self.pin)
@@ -416,7 +427,13 @@ def check_json(name: str, value: Any) -> None:
     """Refuse options that JSON cannot carry, and that no digest could be made of."""
     try:
         canonical_json(value)
+    except RecursionError as exc:
+        raise SpecError(f"{name} is nested too deeply or in itself") from exc
+    except UnicodeEncodeError as exc:
+        raise SpecError(f"{name} holds a text that is not UTF-8") from exc
     except ValueError as exc:
+        if "Circular" in str(exc):
+            raise SpecError(f"{name} is nested too deeply or in itself") from exc
         raise SpecError(f"{name} holds NaN or an infinity, which JSON has not") from exc
     except TypeError as exc:  # a date, as YAML reads them, deep inside
         raise SpecError(f"{name} holds what has no JSON: {exc}") from exc
@@ -535,6 +552,24 @@ def refuse_credentials(uri: str) -> None:
         )
 
 
+def refuse_placeless(uri: str) -> None:
+    """Refuse a URI of a service that names no bucket or host there, before one is asked for it."""
+    scheme, mark, rest = uri.partition("://")
+    if mark and scheme.lower() in _PLACED and not rest.partition("/")[0].strip():
+        raise SpecError(
+            f"{redact(uri)} names no bucket or host; write it as in {scheme}://NAME/folder"
+        )
+
+
+def refuse_read_only(uri: str) -> None:
+    """Refuse an output where nothing can be written."""
+    if uri.lower().startswith(("http://", "https://")):
+        raise SpecError(
+            f"{redact(uri)} can only be read; an output is a folder on a local path, s3://, gs:// "
+            "or another storage that can be written"
+        )
+
+
 def local_path(path: str) -> Path:
     """An absolute local path; `~` stands for a home folder."""
     try:
@@ -564,8 +599,19 @@ def _unknown_field(model: type[BaseModel], path: tuple[int | str, ...]) -> str:
     execution: Any = getattr(model.model_fields.get("execution"), "annotation", None)
     if execution is not None and len(path) == 1 and path[0] in execution.model_fields:
         return f"there is no such field; it is execution.{path[0]}"
-    known = execution if execution is not None and path[0] == "execution" else model
+    known = model
+    for name in path[:-1]:
+        if field := known.model_fields.get(str(name)):
+            known = next(_models_in(field.annotation), known)
     return f"there is no such field; there are {', '.join(known.model_fields)}"
+
+
+def _models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The models that a field may hold, also as items of a list."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models_in(argument)
 
 
 def checked(model: type[M], value: Mapping[str, Any]) -> M:
@@ -579,5 +625,7 @@ def checked(model: type[M], value: Mapping[str, Any]) -> M:
             message = item["msg"].removeprefix("Value error, ")
             if item["type"] == "extra_forbidden":
                 message = _unknown_field(model, item["loc"])
+            if item["type"] == "tuple_type":  # which neither YAML nor JSON has
+                message = "Input should be a list"
             lines.append(f"{where}: {message}" if where else message)
         raise SpecError("; ".join(lines)) from exc

@@ -44,7 +44,13 @@ from signal_batch.errors import (
 )
 from signal_batch.failures import at_once, output_error
 from signal_batch.remote import open_file_system
-from signal_batch.specs import local_path, redact, refuse_credentials
+from signal_batch.specs import (
+    local_path,
+    redact,
+    refuse_credentials,
+    refuse_placeless,
+    refuse_read_only,
+)
 
 CLAIM = "_spec.json"
 MANIFEST = "_manifest.json"
@@ -60,6 +66,14 @@ _FETCHES = 16
 Found: TypeAlias = dict[str, Any] | DamagedOutputError | None
 
 _RECEIPT_TYPES: dict[str, type] = {"int": int, "str": str, "tuple[int, ...]": tuple}
+#: No number of a receipt is as large: no storage holds as many bytes or records.
+_MOST = 1 << 62
+AGAIN = "remove it and run the same command again"
+#: What to do about a document that cannot be read.
+_REMEDIES = {
+    CLAIM: "remove that output, or choose another",
+    MANIFEST: f"{AGAIN}, which checks what is written",
+}
 #: What a file system without hard links says to a request for one.
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
@@ -95,13 +109,15 @@ class Receipt:
             receipt = cls(**{**value, "bad_ordinals": tuple(value["bad_ordinals"])})
             for item in fields(cls):
                 found, kind = getattr(receipt, item.name), _RECEIPT_TYPES[str(item.type)]
-                if not isinstance(found, kind):
-                    raise TypeError(f"{item.name} is {found!r}")
-            if not all(type(o) is int and 0 <= o < 1 << 62 for o in receipt.bad_ordinals):
+                if type(found) is not kind or (kind is int and not 0 <= found < _MOST):
+                    raise TypeError(f"{item.name} is {found!r:.60}")
+            if not all(type(o) is int and 0 <= o < _MOST for o in receipt.bad_ordinals):
                 raise TypeError("bad_ordinals are not all ordinals")
             return receipt
-        except (KeyError, TypeError) as exc:
-            raise DamagedOutputError(f"{where} is not a receipt: {exc}") from exc
+        except KeyError as exc:
+            raise DamagedOutputError(f"{where} is not a receipt: it has no {exc}; {AGAIN}") from exc
+        except TypeError as exc:
+            raise DamagedOutputError(f"{where} is not a receipt: {exc}; {AGAIN}") from exc
 
 
 class OutputStore:
@@ -109,6 +125,8 @@ class OutputStore:
 
     def __init__(self, uri: str) -> None:
         refuse_credentials(uri)
+        refuse_placeless(uri)
+        refuse_read_only(uri)
         self.uri = uri if "://" in uri else str(local_path(uri))
         try:
             self._fs, self._root = open_file_system(self.uri)
@@ -116,6 +134,8 @@ class OutputStore:
             raise InputError(f"{self.uri} needs another package: {exc}") from exc
         except ValueError as exc:
             raise SpecError(f"{redact(self.uri)} is no output location: {exc}") from exc
+        except Exception as exc:  # some services are asked at once, and do not answer
+            raise output_error(exc, redact(self.uri)) from exc
         self._local = "file" in self._fs.protocol
 
     def claim(self, document: Mapping[str, Any]) -> dict[str, Any]:
@@ -448,7 +468,7 @@ def _named_receipt(payload: bytes, name: str, where: str) -> Receipt:
     receipt = Receipt.from_dict(_json_object(payload, where), where=where)
     if name != f"{receipt.name}.json":
         raise DamagedOutputError(
-            f"{where} is the receipt of {receipt.name}; remove it and run the same command again"
+            f"{where} is the receipt of {receipt.name}; {AGAIN}"
         )
     return receipt
 
@@ -457,10 +477,18 @@ def _json_object(payload: bytes, where: str) -> dict[str, Any]:
     try:
         value = json.loads(payload)
     except (ValueError, RecursionError) as exc:
-        raise DamagedOutputError(f"{where} is not valid JSON: {exc}") from exc
+        what = f"is not valid JSON: {exc}" if payload else "is empty"
+        raise DamagedOutputError(f"{where} {what}{_remedy(where)}") from exc
     if not isinstance(value, dict):
-        raise DamagedOutputError(f"{where} does not hold a JSON object")
+        raise DamagedOutputError(f"{where} does not hold a JSON object{_remedy(where)}")
     return value
+
+
+def _remedy(where: str) -> str:
+    """What to do about a document of an output, as the end of a sentence about it."""
+    folder, _, name = where.rpartition("/")
+    remedy = AGAIN if folder.endswith(f"/{RECEIPTS}") else _REMEDIES.get(name)
+    return f"; {remedy}" if remedy else ""
 
 
 def _modified(entry: Mapping[str, Any]) -> float | None:

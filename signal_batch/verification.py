@@ -25,6 +25,7 @@ from signal_batch.pins import Pin
 from signal_batch.selection import Selection
 from signal_batch.specs import MODEL_FORMAT, checked, digest
 from signal_batch.store import (
+    AGAIN,
     ATTEMPTS,
     CLAIM,
     DATA,
@@ -69,13 +70,7 @@ def verify(uri: str, *, on_file: Callable[[str], None] | None = None) -> Verific
     if MODEL_FORMAT in ((manifest or {}).get("format"), (claim or {}).get("format")):
         return _verify_model(store, claim, manifest)
     if manifest is None:
-        plan = (claim or {}).get("plan")
-        done, of = len(store.receipts()), plan.get("parts", "?") if isinstance(plan, dict) else "?"
-        fault = (
-            f"not complete: there is no {MANIFEST}; {done} of {of} parts have a receipt. "
-            "Run the same export again to finish it"
-        )
-        return Verification(store.uri, (fault,), 0, 0, 0)
+        return Verification(store.uri, (_unfinished(store, claim or {}),), 0, 0, 0)
     if damage := tuple(_manifest_faults(manifest)):
         return Verification(store.uri, damage, 0, 0, 0)
     receipts = [Receipt.from_dict(entry, where=MANIFEST) for entry in manifest["files"]]
@@ -98,6 +93,20 @@ def verify(uri: str, *, on_file: Callable[[str], None] | None = None) -> Verific
     )
 
 
+def _unfinished(store: OutputStore, claim: Mapping[str, Any]) -> str:
+    plan = claim.get("plan")
+    of = plan.get("parts") if isinstance(plan, dict) else None
+    if type(of) is not int:  # the same export would not go on from there either
+        return (
+            f"not complete: there is no {MANIFEST}, and {CLAIM} does not hold the plan of a job; "
+            "remove that output, or choose another"
+        )
+    return (
+        f"not complete: there is no {MANIFEST}; {len(store.receipts())} of {of} parts have a "
+        "receipt. Run the same export again to finish it"
+    )
+
+
 def _verify_model(
     store: OutputStore, claim: Mapping[str, Any] | None, manifest: Mapping[str, Any] | None
 ) -> Verification:
@@ -110,7 +119,8 @@ def _verify_model(
         return Verification(store.uri, (fault,), 0, 0, 0)
     entries = manifest.get("files")
     if not isinstance(entries, list) or not entries or not all(map(_names_a_file, entries)):
-        return Verification(store.uri, (f"{MANIFEST} is damaged: it names no files",), 0, 0, 0)
+        fault = f"{MANIFEST} is damaged: it names no files; {AGAIN}"
+        return Verification(store.uri, (fault,), 0, 0, 0)
     faults = []
     if (claim or {}).get("run_key") != manifest.get("run_key"):
         faults.append(f"{CLAIM} is missing or of another run than {MANIFEST}")
@@ -142,7 +152,8 @@ class _FileCheck:
 def _manifest_faults(manifest: Mapping[str, Any]) -> Iterator[str]:
     for name, kind in _NEEDED.items():
         if not isinstance(manifest.get(name), kind):
-            yield f"{MANIFEST} is damaged: {name} is {manifest.get(name, 'missing')!r}"
+            found = repr(manifest[name])[:60] if name in manifest else "missing"
+            yield f"{MANIFEST} is damaged: {name} is {found}; {AGAIN}"
 
 
 def _claim_faults(claim: Mapping[str, Any] | None, manifest: Mapping[str, Any]) -> Iterator[str]:

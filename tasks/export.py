@@ -31,16 +31,15 @@ from tasks.credentials import use_credentials
 from tasks.fanout import run_bounded
 from tasks.policy import retry_delays, task
 from tasks.tracking import report_rows, tracked
-from tasks.work_pool import WorkPoolEngine, check_deployment
+from tasks.work_pool import WorkPoolEngine
 
 ShardRow = dict[str, Any]
 
 
 @task(name="plan parts")
 def plan_parts(spec: ExportSpec, pin: Pin, selection: Selection) -> ExportJob:
-    """Plan, and claim the output folder for this run key."""
-    check_runner(spec.execution)
-    job = steps.claim(planning.plan(spec, pin, selection))
+    """Plan, or take up what an earlier run planned; nothing is written yet."""
+    job = steps.peek(planning.plan(spec, pin, selection))
     get_run_logger().info("run key %s, %d parts", job.run_key[:16], len(job.parts))
     return job
 
@@ -79,25 +78,31 @@ def _report(outcome: Outcome, spec: ExportSpec, rows: list[ShardRow], seconds: f
     reporting.report_export(outcome, spec, rows, seconds)
 
 
-def export_shards(job: ExportJob, run_id: str) -> list[ShardRow]:
-    """Run every shard that still lacks receipts, `workers` at a time, where the spec says.
+def export_shards(job: ExportJob, run_id: str) -> tuple[ExportJob, list[ShardRow]]:
+    """Claim the output, and run every shard that still lacks receipts, where the spec says.
+
+    `workers` shards run at a time. Returns the job as it was claimed, and what each shard did.
 
     A shard that fails by its data leaves the others alone; the run fails when they are done. Any
     other error stops the worker programs of the run first. What has a receipt stays, and the
     next run goes on from there.
     """
+    with _engine(job.spec.execution, run_id) as engine:  # first: without it, nothing is written
+        job = steps.claim(job)
+        return job, _run_shards(job, engine, run_id)
+
+
+def _run_shards(job: ExportJob, engine: Engine, run_id: str) -> list[ShardRow]:
     progress = steps.progress_of(job)
-    execution = job.spec.execution
     rows: list[ShardRow] = []
     fallout = Fallout()
     with (
-        _engine(execution, run_id) as engine,
         tracked(run_id, progress.done_rows, len(job.selection), key="export-progress") as shown,
         following(engine, job, progress.done_rows, shown.add),
     ):
         submits = {shard.label: partial(_submit, job, shard, run_id) for shard in progress.shards}
         try:
-            for label, future in run_bounded(submits, execution.workers):
+            for label, future in run_bounded(submits, job.spec.execution.workers):
                 try:
                     rows.append(_row_of(future))
                 except SignalBatchError as exc:
@@ -132,14 +137,6 @@ def run_order(output: str, name: str, label: str, credentials: str | None) -> No
         receipts = engine.run(WorkOrder.from_json(document), lambda rows: None)
     row = _row(label, receipts, time.monotonic() - started, attempts=1)
     get_run_logger().info("%s: %d rows in %.1f s", label, row["rows"], row["seconds"])
-
-
-def check_runner(execution: Execution) -> None:
-    """Refuse a runner that this machine or the server cannot offer, before anything is written."""
-    if execution.engine == "work-pool":
-        check_deployment(execution.runner_address)
-    else:
-        engine_for(execution)
 
 
 #: The engine of each run of this process.

@@ -56,10 +56,19 @@ def test_the_runner_names_an_engine_and_its_place() -> None:
     assert isinstance(engine_for(Execution()), LocalEngine)
 
 
-@pytest.mark.parametrize("runner", ["", "Local", "local:here", "dask:", "spark", "ray: x"])
+NO_RUNNERS = (
+    *("", "Local", "local:here", "spark", "ray: x", "ray:host", "work-pool:one", "work-pool:a/b/c"),
+    *("dask:", "dask:foo", "dask:tcp://host", "dask:tcp://user:secret@host:8786"),
+)
+
+
+@pytest.mark.parametrize("runner", NO_RUNNERS)
 def test_anything_else_is_no_runner(runner: str, iq_root: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"execution\.runner"):
+    with pytest.raises(
+        InputError, match=r"execution\.runner: that is no runner; it is local, dask"
+    ) as told:
         spec_of(iq_root, tmp_path / "out", execution={"runner": runner})
+    assert "secret" not in str(told.value)
 
 
 def test_a_work_pool_needs_a_server(iq_root: Path, tmp_path: Path) -> None:
@@ -93,6 +102,7 @@ def test_a_dask_scheduler_that_does_not_answer(
     execution = {"runner": "dask:tcp://127.0.0.1:9"}
     with pytest.raises(InputError, match=r"no Dask scheduler answers at tcp://127\.0\.0\.1:9"):
         export(spec_of(iq_root, tmp_path / "out", execution=execution))
+    assert not (tmp_path / "out").exists()
 
 
 # --- what crosses --------------------------------------------------------------------------------

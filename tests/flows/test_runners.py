@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,15 @@ import numpy as np
 import pytest
 import signal_dataset as sds
 
+from flows.export_features import export_features
 from signal_batch import export, verify
 
 pytestmark = pytest.mark.xdist_group("prefect")
 BIN = Path(sys.executable).parent
 POOL = "runners"
+WORKER = ("-m", "prefect", "worker", "start", "--pool", POOL, "--limit", 2)
+#: A worker that looks for runs every second, and runs that show every 30 s that they live.
+QUICK = {"PREFECT_WORKER_QUERY_SECONDS": "1", "PREFECT_FLOWS_HEARTBEAT_FREQUENCY": "30"}
 RUNNERS = ("dask", "ray", "work-pool")
 
 
@@ -72,7 +77,7 @@ class Cluster:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            env=os.environ | environment,
+            env=os.environ | QUICK | environment,
         )
         self.processes.append(process)
         return process
@@ -122,7 +127,6 @@ def work_pool(api: Any, cluster: Cluster, slow: None) -> str:
     from prefect.client.schemas.actions import WorkPoolCreate
     from prefect.deployments.runner import EntrypointType
 
-    from flows.export_features import export_features
     from flows.export_shard import export_shard
 
     with get_client(sync_client=True) as client:
@@ -133,11 +137,7 @@ def work_pool(api: Any, cluster: Cluster, slow: None) -> str:
             flow.name, work_pool_name=POOL, entrypoint_type=EntrypointType.MODULE_PATH
         ).apply()
     for name in ("one", "two"):
-        cluster.start(
-            *("-m", "prefect", "worker", "start", "--pool", POOL, "--name", name, "--limit", 2),
-            PREFECT_API_URL=api.url,
-            PREFECT_WORKER_QUERY_SECONDS="1",
-        )
+        cluster.start(*WORKER, "--name", name, PREFECT_API_URL=api.url)
     return "export-shard/export-shard"
 
 
@@ -351,3 +351,50 @@ def receipts_of(out: Path) -> list[Path]:
 
 def rows_a_part(out: Path) -> int:
     return int(json.loads((out / "_spec.json").read_text())["plan"]["part_rows"])
+
+
+def test_a_machine_that_dies_without_a_word_is_noticed(
+    api: Any,
+    work_pool: str,
+    cluster: Cluster,
+    make_spec: Callable[..., Any],
+    workers: Any,
+    tmp_path: Path,
+    wait_until: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prefect's workers and their flow runs are killed together; no automation is there to tell."""
+    monkeypatch.setattr("tasks.work_pool.DEAD_AFTER_S", 45.0)  # a heartbeat comes every 30 s
+    monkeypatch.setattr("tasks.work_pool.LOOK_EVERY_S", 1.0)
+    out = tmp_path / "out"
+    execution = {"runner": "work-pool", "workers": 2, "retry_delay_s": 0.2}
+    spec = make_spec(execution=execution)
+    with ThreadPoolExecutor(1) as pool:
+        run = pool.submit(export_features, spec)
+        wait_until(lambda: len(workers.alive) == 2 and done_parts(out), 120)
+        for process in cluster.processes:
+            for pid in (*descendants(process.pid), process.pid):
+                os.kill(pid, signal.SIGKILL)
+        finished = done_parts(out)
+        wait_until(lambda: not workers.alive, 5)
+        workers.forget()
+        cluster.start(*WORKER, "--name", "three", PREFECT_API_URL=api.url)
+        run.result(timeout=200)
+    assert verify(str(out)).ok
+    left = [part for part in range(6) if part not in finished]
+    assert computed(workers) == sorted(8 * part + half for part in left for half in (0, 4))
+    children = api.flow_runs("export-shard")[:4]
+    assert sorted(child["state_type"] for child in children) == ["COMPLETED"] * 2 + ["CRASHED"] * 2
+
+
+def descendants(pid: int) -> list[int]:
+    """All processes that a process started, and that those started."""
+    children = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+    found = []
+    for child in children:
+        try:
+            if parent_of(child) == pid:
+                found += [child, *descendants(child)]
+        except FileNotFoundError:
+            continue
+    return found
