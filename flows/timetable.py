@@ -7,8 +7,9 @@ registered.
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import unicodedata
-from collections.abc import Iterator
 from datetime import date, datetime, timedelta
 from typing import Annotated, Any
 
@@ -30,8 +31,26 @@ MOST_INTERVAL_S = 3652 * 86_400
 MOST_OCCURRENCES = 10_000
 MOST_NAME_CHARACTERS = 200
 _YEARS = range(1970, 2200)
-#: Frequencies as dateutil counts them.
-_MINUTELY, _SECONDLY = 5, 6
+#: As dateutil counts frequencies.
+_SECONDLY = 6
+#: Processor seconds. Some rules have no next date and no end either, and nothing but doing it shows
+#: which: `FREQ=MINUTELY;BYHOUR=3;BYSETPOS=5`.
+MOST_WORK_S = 3
+_NEXT_DATE = """
+import sys
+from datetime import datetime
+from dateutil.rrule import rrulestr
+try:
+    from resource import RLIMIT_CPU, setrlimit
+    setrlimit(RLIMIT_CPU, (int(sys.argv[1]),) * 2)
+except ImportError:
+    pass
+rule = rrulestr(sys.stdin.read(), dtstart=datetime(2020, 1, 1))
+first = next(iter(rule), None)
+if first is None:
+    sys.exit("it has no date at all")
+next(rule.xafter(datetime.now(first.tzinfo), inc=True), None)
+"""
 
 
 def a_name(text: str) -> str:
@@ -94,9 +113,12 @@ class Schedule(Frozen):
         if self.parameters:
             given["parameters"] = self.parameters
         try:
-            return DeploymentScheduleCreate(schedule=self._timing(), **given)
+            made = DeploymentScheduleCreate(schedule=self._timing(), **given)
         except PydanticValidationError as exc:
             raise SpecError(first_message(exc)) from exc
+        if isinstance(made.schedule, RRuleSchedule):
+            _work_out(made.schedule.rrule, shown=f"rrule {(self.rrule or '')[:200]!r}")
+        return made
 
     def _timing(self) -> SCHEDULE_TYPES:
         if self.cron is not None:
@@ -130,30 +152,39 @@ def _rule(text: str, timezone: str | None) -> RRuleSchedule:
     try:
         schedule = RRuleSchedule.model_validate({"rrule": text, **zone})
         found = schedule.to_rrule()
-        for rule in _rules(found):
-            _check_rule(rule, begins="DTSTART" in text.upper())
-        due = next(iter(found), None)
+        for rule in getattr(found, "_rrule", (found,)):  # it is one rule, or a set of them
+            _check_rule(rule)
     except (ArithmeticError, AttributeError, LookupError, TypeError, AssertionError) as exc:
         raise SpecError(f"rrule {text[:200]!r} is no rule of iCalendar: {exc}") from exc
-    if due is None:
-        raise SpecError(f"rrule {text[:200]!r} never comes due; change its BY... parts or its end")
     return schedule
 
 
-def _rules(found: Any) -> Iterator[Any]:
-    """The rules of what dateutil read: it is one rule, or a set of them."""
-    yield from (*found._rrule, *found._exrule) if hasattr(found, "_rrule") else (found,)
-
-
-def _check_rule(rule: Any, *, begins: bool) -> None:
-    if rule._freq == _SECONDLY or (rule._freq == _MINUTELY and begins):
-        raise SpecError(
-            "rrule: a rule comes due at most every minute, and with a DTSTART every hour; write "
-            "FREQ=MINUTELY without DTSTART, FREQ=HOURLY or an interval"
-        )
+def _check_rule(rule: Any) -> None:
+    if rule._freq == _SECONDLY:
+        raise SpecError("rrule: a rule comes due every minute at most; write FREQ=MINUTELY")
     if (rule._count or 0) > MOST_OCCURRENCES:
         raise SpecError(f"rrule: COUNT is {MOST_OCCURRENCES} at most; write UNTIL=DATE, or no end")
     _check_year("rrule: DTSTART", rule._dtstart)
+
+
+def _work_out(rule: str, shown: str) -> None:
+    """Find the next date of a rule as a server does it, in a process that ends if it cannot.
+
+    The rule is the one that is sent, with the beginning that Prefect gave it.
+    """
+    program = (sys.executable, "-c", _NEXT_DATE, str(MOST_WORK_S))
+    try:
+        done = subprocess.run(program, input=rule.encode(), capture_output=True, timeout=60)
+    except subprocess.TimeoutExpired:
+        done = None
+    if done is None or done.returncode < 0:
+        raise SpecError(
+            f"{shown} takes a server more than {MOST_WORK_S} s to work out; write "
+            "one that comes due less often, begins later or has fewer BY... parts"
+        )
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        raise SpecError(f"{shown} is no rule that comes due: {said}")
 
 
 def _check_year(subject: str, value: date) -> None:

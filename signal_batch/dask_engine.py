@@ -11,13 +11,12 @@ import logging
 import threading
 import uuid
 from contextlib import ExitStack, suppress
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any
 
 from distributed import CancelledError, Client, LocalCluster, get_worker
 from distributed.scheduler import KilledWorker
 
-from signal_batch.engines import receipts_from, run_order
+from signal_batch.engines import Engine, receipts_from, run_order
 from signal_batch.errors import InputError, SignalBatchError, StoppedError, WorkerDiedError
 from signal_batch.export import WorkOrder
 from signal_batch.processes import OnProgress
@@ -27,13 +26,11 @@ CONNECT_S = 30
 _POLL_S = 0.5
 
 
-class DaskEngine:
+class DaskEngine(Engine):
     """Runs work orders on Dask workers.
 
     Without an address, a cluster of `workers` processes on this machine lives as long as the run.
     """
-
-    reports_rows: ClassVar[bool] = False
 
     def __init__(self, address: str | None, workers: int) -> None:
         self._address = address
@@ -44,21 +41,13 @@ class DaskEngine:
         self._futures: set[Any] = set()
         self._stopping = False
 
-    def __enter__(self) -> Self:
+    def open(self) -> None:
         with ExitStack() as opening:
             place = self._address or opening.enter_context(_cluster(self._workers))
             self._client = opening.enter_context(_connected(place))
             self._opened = opening.pop_all()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if exc is not None:
-            self.stop()
+    def close(self) -> None:
         self._opened.close()
 
     def run(self, order: WorkOrder, on_progress: OnProgress) -> list[Receipt]:

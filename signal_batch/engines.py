@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import threading
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import TracebackType
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 from signal_batch.errors import (
     CorruptDatasetError,
@@ -39,15 +40,16 @@ OF_A_SHARD = (CorruptDatasetError, StorageError, WorkerDiedError)
 MOST_FAILED = 3
 
 
-class Engine(Protocol):
+class Engine(ABC):
     """What runs worker programs; entered once a run, used from many threads.
 
     Leaving it by an exception stops what still runs.
     """
 
     #: Whether `on_progress` is called while an order is worked on.
-    reports_rows: ClassVar[bool]
+    reports_rows: ClassVar[bool] = False
 
+    @abstractmethod
     def run(self, order: WorkOrder, on_progress: OnProgress) -> list[Receipt]:
         """Run one worker program to its end; the receipts of all parts of the order.
 
@@ -56,23 +58,33 @@ class Engine(Protocol):
             StoppedError: `stop` was called.
             SignalBatchError: what the worker itself reported.
         """
-        ...
 
+    @abstractmethod
     def stop(self) -> None:
         """End all worker programs of this run, wherever they are, and start no new one."""
-        ...
 
-    def __enter__(self) -> Self: ...
+    def open(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Reach the place where programs run; raises `InputError` where there is none."""
+
+    def close(self) -> None:  # noqa: B027 - there may be nothing to do
+        """Give that place up again."""
+
+    def __enter__(self) -> Self:
+        self.open()
+        return self
 
     def __exit__(
         self,
         kind: type[BaseException] | None,
         exc: BaseException | None,
         trace: TracebackType | None,
-    ) -> None: ...
+    ) -> None:
+        if exc is not None:
+            self.stop()
+        self.close()
 
 
-class LocalEngine:
+class LocalEngine(Engine):
     """Worker programs as children of this process."""
 
     reports_rows: ClassVar[bool] = True
@@ -85,18 +97,6 @@ class LocalEngine:
 
     def stop(self) -> None:
         stop_workers(self._run_id)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if exc is not None:
-            self.stop()
 
 
 def engine_for(execution: Execution) -> Engine:

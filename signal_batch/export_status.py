@@ -25,7 +25,7 @@ from signal_batch.status_model import (
     mapping,
     version_faults,
 )
-from signal_batch.store import CLAIM, RECEIPTS, OutputStore, Receipt
+from signal_batch.store import AGAIN, CLAIM, RECEIPTS, OutputStore, Receipt
 
 #: Receipts that are read, and receipts that the recent speed is measured over.
 MOST_READ = 512
@@ -143,13 +143,16 @@ def _read_newest(
     for index, path, found in zip(newest, paths, store.read_documents(paths), strict=True):
         try:
             if not isinstance(found, dict):
-                raise found or DamagedOutputError(f"{store.uri}/{path} went away")
+                raise found or DamagedOutputError(
+                    f"{store.uri}/{path} went away; run the same command again"
+                )
             receipt = Receipt.from_dict(found, where=f"{store.uri}/{path}")
             if (receipt.part, receipt.run_key) != (index, run_key):
-                raise DamagedOutputError(f"{store.uri}/{path} is of another part or run key")
+                what = f"{store.uri}/{path} is of another part or run key"
+                raise DamagedOutputError(f"{what}; {AGAIN}")
             set_aside += len(receipt.bad_ordinals)
         except DamagedOutputError as exc:
-            faults.append(f"{exc}; remove it and run the same command again")
+            faults.append(str(exc))
             del times[index]
     return set_aside, len(newest)
 

@@ -31,7 +31,7 @@ from signal_batch.specs import (
     ExportSpec,
     digest,
 )
-from signal_batch.store import DATA, MANIFEST, OutputStore, Receipt
+from signal_batch.store import AGAIN, DATA, MANIFEST, OutputStore, Receipt
 
 _PACKAGES = ("signal-batch", "signal-dataset", "numpy", "scipy", "pyarrow", "grain")
 
@@ -249,7 +249,9 @@ def _check_receipt(
         receipt.rows + len(receipt.bad_ordinals),
     )
     if expected != found:
-        raise DamagedOutputError(f"{where} is of another plan: expected {expected}, found {found}")
+        raise DamagedOutputError(
+            f"{where} is of another plan: expected {expected}, found {found}; {AGAIN}"
+        )
     if present.get(receipt.file) != receipt.bytes:
         raise DamagedOutputError(
             f"{where} names {receipt.file} with {receipt.bytes} bytes, but the output has "

@@ -36,7 +36,14 @@ from signal_batch.errors import (
 )
 from signal_batch.failures import boundary_error, patiently
 from signal_batch.shards import MemoObjectStore, PooledShardStore
-from signal_batch.specs import Frozen, checked, local_path, redact, refuse_credentials
+from signal_batch.specs import (
+    Frozen,
+    checked,
+    local_path,
+    redact,
+    refuse_credentials,
+    refuse_placeless,
+)
 from signal_batch.staging import SharedShardCache
 
 CATALOG = "annotations/catalog.json"
@@ -200,6 +207,7 @@ def absolute_uri(uri: str) -> str:
             f"{redact(uri)} has the scheme {scheme}://; datasets are read from a local path, "
             "s3:// or gs://"
         )
+    refuse_placeless(uri)
     if scheme:
         return uri.rstrip("/")
     return str(local_path(uri)).rstrip("/") or "/"

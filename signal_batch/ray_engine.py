@@ -12,15 +12,14 @@ import os
 import threading
 import uuid
 from contextlib import suppress
-from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import Any
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when a cluster is started
 
 import ray
 from ray import exceptions
 
-from signal_batch.engines import receipts_from, run_order
+from signal_batch.engines import Engine, receipts_from, run_order
 from signal_batch.errors import InputError, SignalBatchError, StoppedError, WorkerDiedError
 from signal_batch.export import WorkOrder
 from signal_batch.processes import OnProgress
@@ -36,13 +35,11 @@ _DIED = (
 )
 
 
-class RayEngine:
+class RayEngine(Engine):
     """Runs work orders as Ray tasks of one CPU each.
 
     Without an address, a cluster of `workers` CPUs on this machine lives as long as the run.
     """
-
-    reports_rows: ClassVar[bool] = False
 
     def __init__(self, address: str | None, workers: int) -> None:
         self._address = address
@@ -52,22 +49,14 @@ class RayEngine:
         self._running: set[Any] = set()
         self._stopping = False
 
-    def __enter__(self) -> Self:
+    def open(self) -> None:
         self._owns = not ray.is_initialized()
         if self._owns:
             _start(self._address, self._workers)
         # Ray would try again by itself, without a pause; that is for whoever gave the order.
         self._work = ray.remote(max_retries=0, num_cpus=1)(run_order)
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if exc is not None:
-            self.stop()
+    def close(self) -> None:
         if self._owns:
             ray.shutdown()
 

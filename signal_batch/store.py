@@ -109,7 +109,8 @@ class Receipt:
             receipt = cls(**{**value, "bad_ordinals": tuple(value["bad_ordinals"])})
             for item in fields(cls):
                 found, kind = getattr(receipt, item.name), _RECEIPT_TYPES[str(item.type)]
-                if type(found) is not kind or (kind is int and not 0 <= found < _MOST):
+                good = isinstance(found, kind) and not isinstance(found, bool)
+                if not good or (isinstance(found, int) and not 0 <= found < _MOST):
                     raise TypeError(f"{item.name} is {found!r:.60}")
             if not all(type(o) is int and 0 <= o < _MOST for o in receipt.bad_ordinals):
                 raise TypeError("bad_ordinals are not all ordinals")
@@ -467,9 +468,7 @@ def _shown(value: Any) -> str:
 def _named_receipt(payload: bytes, name: str, where: str) -> Receipt:
     receipt = Receipt.from_dict(_json_object(payload, where), where=where)
     if name != f"{receipt.name}.json":
-        raise DamagedOutputError(
-            f"{where} is the receipt of {receipt.name}; {AGAIN}"
-        )
+        raise DamagedOutputError(f"{where} is the receipt of {receipt.name}; {AGAIN}")
     return receipt
 
 

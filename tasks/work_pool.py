@@ -14,8 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from itertools import count
-from types import TracebackType
-from typing import ClassVar, Self
 from uuid import UUID
 
 from prefect.client.orchestration import SyncPrefectClient, get_client
@@ -26,6 +24,7 @@ from prefect.exceptions import ObjectNotFound
 from prefect.logging import get_logger
 from prefect.states import Cancelling, Crashed
 
+from signal_batch.engines import Engine
 from signal_batch.errors import (
     InputError,
     SignalBatchError,
@@ -76,14 +75,12 @@ class _Child:
         return self.run.state
 
 
-class WorkPoolEngine:
+class WorkPoolEngine(Engine):
     """Runs each work order as a flow run of a deployment, `export-shard/export-shard` by default.
 
     `parent` is the id of the flow run that all belong to; `credentials` the block that the
     children take the storage's variables from.
     """
-
-    reports_rows: ClassVar[bool] = False
 
     def __init__(self, deployment: str | None, parent: str, credentials: str | None) -> None:
         self._deployment = deployment or DEPLOYMENT
@@ -97,20 +94,12 @@ class WorkPoolEngine:
         self._stopping = False
         self._closed = threading.Event()
 
-    def __enter__(self) -> Self:
+    def open(self) -> None:
         _check_deployment(self._deployment)
         self._poller = threading.Thread(target=self._poll, daemon=True)
         self._poller.start()
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if exc is not None:
-            self.stop()
+    def close(self) -> None:
         self._closed.set()
         self._poller.join()
 

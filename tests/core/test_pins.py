@@ -220,6 +220,12 @@ def test_other_schemes_are_refused(uri: str) -> None:
         pin_dataset(uri)
 
 
+@pytest.mark.parametrize("uri", ["gs://", "s3://", "s3:///x"])
+def test_a_service_without_a_bucket_is_refused_before_it_is_asked(uri: str) -> None:
+    with pytest.raises(SpecError, match=f"^{uri} names no bucket or host; write it as in"):
+        pin_dataset(uri)
+
+
 @pytest.mark.parametrize("uri", ["", "  "])
 def test_no_uri_at_all(uri: str) -> None:
     with pytest.raises(SpecError, match="URI is empty"):

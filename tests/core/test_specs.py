@@ -25,6 +25,7 @@ from signal_batch.specs import (
     Selector,
     annotation_sets,
     canonical_json,
+    check_json,
     checked,
     digest,
     parse_size,
@@ -373,7 +374,9 @@ def test_the_json_schema_has_columns_as_strings(mode: Any) -> None:
         ({"columns": []}, "name at least one column"),
         ({"columns": ["metadata:a", "b=metadata:a", "a=field:x"]}, "unique; a is used twice"),
         ({"columns": ["field:samples", "nonsense"]}, "columns: selector 'nonsense' starts with"),
-        ({"columns": 7}, "columns: "),
+        ({"columns": 7}, "columns: Input should be a list$"),
+        ({"ragged": 7}, "ragged: Input should be a list$"),
+        ({"where": {"a": 1}}, "where: Input should be a list$"),
         ({"columns": [7]}, r"columns\.0"),
         ({"dataset": ""}, "a dataset or output URI is empty"),
         ({"output": "  "}, "a dataset or output URI is empty"),
@@ -391,11 +394,33 @@ def test_the_json_schema_has_columns_as_strings(mode: Any) -> None:
             r"execution\.threads: there is no such field; there are runner, workers",
         ),
         ({"execution": {"timeout_s": 0}}, r"execution\.timeout_s: .* greater than 0"),
+        ({"dataset": "gs://"}, "gs:// names no bucket or host; write it as in gs://NAME/folder"),
+        ({"output": "s3:///x"}, "s3:///x names no bucket or host"),
+        ({"output": "s3:// /x"}, "names no bucket or host"),
+        ({"output": "https://host/out"}, "https://host/out can only be read; an output is"),
+        ({"feature_args": {"a": math.nan}}, "feature_args"),
     ],
 )
 def test_specs_that_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         spec(**changes)
+
+
+def test_options_that_no_json_can_hold() -> None:
+    itself: dict[str, Any] = {}
+    itself["more"] = itself
+    deep: Any = 1
+    for _ in range(100_000):
+        deep = [deep]
+    for value, words in (
+        (itself, "nested too deeply or in itself"),
+        (deep, "nested too deeply or in itself"),
+        ({"a": math.inf}, "NaN or an infinity"),
+        ({"a": {1, 2}}, "has no JSON"),
+        ({"a": "\ud800"}, "a text that is not UTF-8"),
+    ):
+        with pytest.raises(SpecError, match=f"options .*{words}"):
+            check_json("options", value)
 
 
 def test_every_fault_of_a_spec_is_named_at_once() -> None:

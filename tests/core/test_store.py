@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -32,7 +33,7 @@ from signal_batch.errors import (
     SpecError,
     StorageError,
 )
-from signal_batch.store import OutputStore, Receipt, differences, output_error
+from signal_batch.store import AGAIN, OutputStore, Receipt, differences, output_error
 
 
 def receipt(part: int = 0, **changes: Any) -> Receipt:
@@ -131,8 +132,11 @@ def test_output_that_is_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("payload", [b"", b"{", b"[1]", b"\xff\xfe", b'"text"'])
 def test_unreadable_documents_are_damage(tmp_path: Path, payload: bytes) -> None:
     (tmp_path / "_spec.json").write_bytes(payload)
-    with pytest.raises(DamagedOutputError, match=r"_spec\.json"):
+    with pytest.raises(DamagedOutputError, match=r"_spec\.json .*; remove that output, or choose"):
         OutputStore(str(tmp_path)).claim(claim_of())
+    (tmp_path / "_manifest.json").write_bytes(payload)
+    with pytest.raises(DamagedOutputError, match=rf"_manifest\.json .*; {AGAIN}, which checks"):
+        OutputStore(str(tmp_path)).read_manifest()
 
 
 # --- receipts ------------------------------------------------------------------------------
@@ -171,6 +175,14 @@ def test_receipt_survives_json(value: Receipt) -> None:
         lambda d: d.update(part="two"),
         lambda d: d.update(file=None),
         lambda d: d.update(colour="red"),
+        lambda d: d.update(rows=math.inf),
+        lambda d: d.update(rows=1e400),
+        lambda d: d.update(rows=-5),
+        lambda d: d.update(rows=True),
+        lambda d: d.update(bytes=1 << 62),
+        lambda d: d.update(first_ordinal=-1),
+        lambda d: d.update(bad_ordinals=[-1]),
+        lambda d: d.clear(),
     ],
 )
 def test_receipt_of_other_fields_is_damage(
@@ -182,8 +194,23 @@ def test_receipt_of_other_fields_is_damage(
     value = json.loads(path.read_text())
     damage(value)
     path.write_text(json.dumps(value))
-    with pytest.raises(DamagedOutputError, match=r"part-00002\.json"):
+    with pytest.raises(DamagedOutputError, match=rf"part-00002\.json is .*; {AGAIN}$"):
         store.receipts()
+
+
+@pytest.mark.parametrize(
+    "payload", [b"", b"{", b"[1]", b"\xff", b'{"rows": 1' + b"0" * 5000 + b"}"]
+)
+def test_a_receipt_that_is_cut_short_says_what_to_do(tmp_path: Path, payload: bytes) -> None:
+    store = OutputStore(str(tmp_path))
+    store.add_receipt(receipt(2))
+    path = tmp_path / "_receipts" / "part-00002.json"
+    path.write_bytes(payload)
+    for call in (store.receipts, lambda: store.add_receipt(receipt(2))):
+        with pytest.raises(DamagedOutputError, match=rf"^{path} .*; {AGAIN}$"):
+            call()
+    path.unlink()
+    assert store.add_receipt(receipt(2)) == receipt(2)
 
 
 # --- races ---------------------------------------------------------------------------------
@@ -225,7 +252,7 @@ def test_of_two_jobs_at_once_exactly_one_gets_the_folder(uri: str) -> None:
 RACER = """
     import json, sys, time
     from pathlib import Path
-    from signal_batch.store import OutputStore, Receipt
+    from signal_batch.store import AGAIN, OutputStore, Receipt
     root, me, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
     store = OutputStore(root)
     (Path(root).parent / f"ready-{me}").touch()
@@ -276,7 +303,7 @@ KILLED = """
     import os, signal, sys
     from pathlib import Path
     from signal_batch import store as module
-    from signal_batch.store import OutputStore, Receipt
+    from signal_batch.store import AGAIN, OutputStore, Receipt
     base = Path(sys.argv[1])
     die = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
@@ -535,10 +562,22 @@ def test_credentials_in_the_uri_are_refused_and_not_repeated(uri: str) -> None:
     assert "hunter2" not in str(caught.value)
 
 
-@pytest.mark.parametrize("uri", ["", "  ", "nosuch://place/out"])
+@pytest.mark.parametrize(
+    "uri",
+    [
+        *("", "  ", "nosuch://place/out", "http://host/out", "HTTPS://host/out"),
+        *("gs://", "s3://", "s3:///x", "S3:///x", "abfs://", "ftp:///x", "sftp://"),
+    ],
+)
 def test_what_is_no_location(uri: str) -> None:
     with pytest.raises(SpecError):
         OutputStore(uri)
+
+
+def test_a_service_that_is_not_there_is_a_storage_error() -> None:
+    with pytest.raises(StorageError, match=r"^ftp://nowhere\.invalid/y: gaierror: ") as caught:
+        OutputStore("ftp://nowhere.invalid/y")
+    assert "\n" not in str(caught.value)
 
 
 # --- differences ---------------------------------------------------------------------------

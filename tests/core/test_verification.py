@@ -20,6 +20,7 @@ from signal_batch.errors import InputError
 from signal_batch.job import claim, commit, progress_of
 from signal_batch.planning import prepare
 from signal_batch.specs import ExportSpec, checked, digest
+from signal_batch.store import AGAIN
 from signal_batch.verification import verify
 from signal_batch.worker import work
 
@@ -200,7 +201,23 @@ def foreign_receipt(out: Path) -> str:
 
 def unreadable_receipt(out: Path) -> str:
     (out / "_receipts" / "part-00002.json").write_text("{")
-    return r"_receipts/part-00002\.json is not valid JSON"
+    return rf"_receipts/part-00002\.json is not valid JSON.*; {AGAIN}"
+
+
+def empty_receipt(out: Path) -> str:
+    (out / "_receipts" / "part-00002.json").write_text("")
+    return rf"_receipts/part-00002\.json is empty; {AGAIN}"
+
+
+def receipt_of_negative_rows(out: Path) -> str:
+    edit_receipt(out, 2, rows=-5)
+    return rf"_receipts/part-00002\.json is not a receipt: rows is -5; {AGAIN}"
+
+
+def receipt_of_endless_rows(out: Path) -> str:
+    path = out / "_receipts" / "part-00002.json"
+    path.write_text(re.sub(r'"rows": \d+', '"rows": 1e400', path.read_text()))
+    return rf"_receipts/part-00002\.json is not a receipt: rows is inf; {AGAIN}"
 
 
 def receipt_under_another_name(out: Path) -> str:
@@ -368,7 +385,7 @@ def no_ordinals(out: Path) -> str:
 
 def manifest_without_files(out: Path) -> str:
     edit_manifest(out, lambda manifest: manifest.pop("files"))
-    return r"_manifest\.json .*files"
+    return rf"_manifest\.json .*files is missing; {AGAIN}"
 
 
 def manifest_without_totals(out: Path) -> str:
@@ -393,7 +410,19 @@ def manifest_of_odd_types(out: Path) -> str:
 
 def manifest_that_is_no_json(out: Path) -> str:
     (out / "_manifest.json").write_text("{")
-    return r"_manifest\.json is not valid JSON"
+    return rf"_manifest\.json is not valid JSON.*; {AGAIN}, which checks what is written"
+
+
+def claim_that_is_no_json(out: Path) -> str:
+    (out / "_spec.json").write_text("{")
+    return r"_spec\.json is not valid JSON.*; remove that output, or choose another"
+
+
+def claim_without_a_plan(out: Path) -> str:
+    (out / "_manifest.json").unlink()
+    claimed = read(out / "_spec.json")
+    write(out / "_spec.json", {k: v for k, v in claimed.items() if k != "plan"})
+    return r"_spec\.json does not hold the plan of a job; remove that output, or choose another"
 
 
 def no_manifest(out: Path) -> str:
@@ -413,6 +442,9 @@ DAMAGES = [
     changed_receipt,
     foreign_receipt,
     unreadable_receipt,
+    empty_receipt,
+    receipt_of_negative_rows,
+    receipt_of_endless_rows,
     receipt_under_another_name,
     nested_stray,
     edited_identity,
@@ -441,6 +473,8 @@ DAMAGES = [
     manifest_without_selection,
     manifest_of_odd_types,
     manifest_that_is_no_json,
+    claim_that_is_no_json,
+    claim_without_a_plan,
     no_manifest,
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from prefect import Flow
 from prefect.flows import load_flow_from_entrypoint
 
 from flows import deploying
+from flows.timetable import Schedule
 from signal_batch.errors import InputError
 
 pytestmark = pytest.mark.xdist_group("deployments")
@@ -65,7 +67,7 @@ def test_only_the_nightly_training_is_scheduled() -> None:
 def test_every_schedule_that_is_commented_out_is_a_good_one() -> None:
     blocks = re.findall(r"^( *)# schedules:\n((?:\1#   .*\n)+)", FILE.read_text(), re.MULTILINE)
     found = [
-        deploying.Schedule.model_validate(schedule)
+        Schedule.model_validate(schedule)
         for indent, block in blocks
         for schedule in yaml.safe_load(block.replace(f"{indent}#", ""))
     ]
@@ -156,12 +158,19 @@ def test_a_deployment_is_what_its_file_says(write: Callable[..., Path]) -> None:
         ({"entrypoint": "flows/validate_dataset.py:validate_dataset"}, "must be a dotted path"),
         ({"entrypoint": "signal_batch.verification.verify"}, "no flow at .* is not a flow"),
         ({"shedules": []}, "shedules: there is no such field; there are name, entrypoint"),
-        ({"name": "a/b"}, "one|a/b: name: String should match pattern"),
+        ({"name": "a/b"}, "a/b: name: a name goes without / % & > <; take / out of it"),
         ({"parameters": {"data": "x"}}, "takes no parameter 'data'; it takes dataset"),
         ({"parameters": {"dataset": 7}}, "'dataset'. Failure reason: 7 is not of type 'string'"),
         ({"parameters": {"dataset": "s3://me:key@lab/x"}}, "carries credentials"),
         (EXPORT | {"parameters": {"spec": {"dataset": "in.sds"}}}, "spec.output: Field required"),
-        (EXPORT | {"parameters": {"spec": {"compresion": "zstd"}}}, "'compresion' was unexpected"),
+        (
+            EXPORT | {"parameters": {"spec": {"colums": ["id"]}}},
+            "spec.colums: there is no such field; there are dataset, output, columns, where",
+        ),
+        (
+            EXPORT | {"parameters": {"spec": {"execution": {"worker": 2}}}},
+            "spec.execution.worker: there is no such field; there are runner, workers",
+        ),
         (
             EXPORT | {"parameters": {"spec": {"compression": "zip"}}},
             r"'zip' is not one of \['zstd'",
@@ -178,6 +187,15 @@ def test_a_deployment_is_what_its_file_says(write: Callable[..., Path]) -> None:
         ({"concurrency_limit": {"limit": 1, "collision_strategy": "WAIT"}}, "'ENQUEUE' or"),
         ({"parameters": {"dataset": "{{ prefect.variables.x }}"}}, "only `prefect deploy`"),
         ({"pull": [{"a.step": {}}]}, "pull: "),
+        ({"tags": "nightly"}, "tags: Input should be a list"),
+        ({"schedules": {"interval": 60}}, "schedules: Input should be a list"),
+        ({"schedules": [{"intervall": 60}]}, "no such field; there are cron, interval, rrule"),
+        ({"name": "one\ntwo"}, r"deployment 1: name: a name is one line .* take '\\n' out"),
+        ({"name": "n" * 201}, "deployment 1: name: a name has 1 to 200 characters.* has 201"),
+        ({"tags": ["a\0"]}, r"tags.0: a name is one line of plain text; take '\\x00' out"),
+        ({"description": "d" * 10_001}, "description: .* at most 10000 characters"),
+        ({"entrypoint": "flows.a\nb"}, "must be a dotted path"),
+        ({"work_pool": {"job_variables": {"x": math.nan}}}, "a job variable holds NaN"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said_in_a_line(
@@ -189,6 +207,102 @@ def test_what_is_wrong_with_a_file_is_said_in_a_line(
     assert str(caught.value).startswith(f"{path}: deployment ")
     assert "\n" not in str(caught.value)
     assert "key@" not in str(caught.value)
+
+
+@pytest.mark.parametrize("limit", [-1, 0, True, 10**26, 1.5, "2"])
+@pytest.mark.parametrize("form", ["number", "mapping"])
+def test_a_limit_is_a_whole_number_in_reach(
+    write: Callable[..., Path], limit: Any, form: str
+) -> None:
+    path = write(concurrency_limit=limit if form == "number" else {"limit": limit})
+    with pytest.raises(InputError, match=r"concurrency_limit: (write a whole number|limit: Input)"):
+        deploying.read_deployments(path)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        ({"interval": 1e300}, "1e[+]300 is no interval; write seconds, from 60 to 315532800 "),
+        ({"interval": math.inf}, "inf is no interval"),
+        ({"interval": math.nan}, "nan is no interval"),
+        ({"interval": 59.9}, "59.9 is no interval"),
+        ({"interval": -60}, "-60 is no interval"),
+        ({"interval": True}, "1 is no interval"),
+        ({"interval": 10**400}, "interval: "),
+        ({"interval": 60, "anchor_date": "1969-12-31"}, "1970 to 2199, not in 1969"),
+        ({"interval": 60, "anchor_date": "2200-01-01T00:00:00Z"}, "1970 to 2199, not in 2200"),
+        ({"rrule": "FREQ=SECONDLY;COUNT=100000000000000000000"}, "every minute at most"),
+        ({"rrule": "freq=secondly"}, "every minute at most"),
+        ({"rrule": "RRULE:FREQ=DAILY\nRRULE:FREQ=SECONDLY"}, "every minute at most"),
+        ({"rrule": "FREQ=DAILY;COUNT=10001"}, "COUNT is 10000 at most; write UNTIL=DATE"),
+        ({"rrule": "FREQ=DAILY;COUNT=+1_0_0_0_1"}, "COUNT is 10000 at most"),
+        ({"rrule": "DTSTART:19000101T000000\nRRULE:FREQ=DAILY"}, "1970 to 2199, not in 1900"),
+        ({"rrule": "FREQ=YEARLY;BYMONTH=2;BYMONTHDAY=30"}, "it has no date at all"),
+        ({"rrule": "FREQ=DAILY;INTERVAL=0"}, "more than 3 s to work out; write one that"),
+        ({"rrule": "FREQ=MINUTELY;BYHOUR=3;BYMINUTE=99"}, "is no rule that comes due: TypeError"),
+    ],
+)
+def test_a_schedule_that_no_server_can_keep_is_refused(
+    write: Callable[..., Path], schedule: dict[str, Any], message: str
+) -> None:
+    path = write(schedules=[schedule])
+    with pytest.raises(InputError, match=message) as caught:
+        deploying.read_deployments(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        {"interval": 60},
+        {"interval": 315_532_800, "anchor_date": "2199-12-31"},
+        {"rrule": "FREQ=MINUTELY"},
+        {"rrule": "FREQ=DAILY;COUNT=10000"},
+        {"rrule": "DTSTART:20260101T000000\nRRULE:FREQ=HOURLY\nEXRULE:FREQ=WEEKLY"},
+    ],
+)
+def test_schedules_at_the_edge_are_taken(
+    write: Callable[..., Path], schedule: dict[str, Any]
+) -> None:
+    (made,) = deploying.read_deployments(write(schedules=[schedule]))
+    assert len(made.schedules or ()) == 1
+
+
+def test_two_schedules_of_one_slug(write: Callable[..., Path]) -> None:
+    path = write(schedules=[{"interval": 60, "slug": "a"}, {"cron": "0 3 * * *", "slug": "a"}])
+    with pytest.raises(InputError, match="schedules: slug 'a' is there twice; give each"):
+        deploying.read_deployments(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("parameters: &p {folder: x, more: *p}", "nested too deeply or in itself"),
+        ("work_pool: {job_variables: &p {a: *p}}", "nested too deeply or in itself"),
+        ("tags: &t [*t]", "nested too deeply or in itself"),
+        ("parameters: " + "[" * 3000, "nested too deeply or in itself"),
+        ("parameters: " + "{a: " * 60 + "1" + "}" * 60, "nested too deeply or in itself"),
+        (
+            "a: &a [0,0,0,0,0,0,0,0,0,0]\n  b: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a,*a]\n"
+            "  c: &c [*b,*b,*b,*b,*b,*b,*b,*b,*b,*b]\n  d: &d [*c,*c,*c,*c,*c,*c,*c,*c,*c,*c]\n"
+            "  e: &e [*d,*d,*d,*d,*d,*d,*d,*d,*d,*d]\n  f: [*e,*e,*e,*e,*e,*e,*e,*e,*e,*e]",
+            "nested too deeply or in itself",
+        ),
+        ("version: 2026-13-45", "holds a value that is none of its kind: month"),
+        ("version: " + "9" * 5000, "holds a value that is none of its kind"),
+        ("version: !!int ''", "holds a value that is none of its kind"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_what_yaml_can_hold_and_no_deployment(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "file.yaml"
+    path.write_text(
+        "deployments:\n- name: x\n  entrypoint: flows.verify_export.verify_export\n  " + text
+    )
+    with pytest.raises(InputError, match=message) as caught:
+        deploying.read_entries(path)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
