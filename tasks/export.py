@@ -70,11 +70,11 @@ def report_run(outcome: Outcome, spec: ExportSpec, rows: list[ShardRow], seconds
     """Leave the table of shards and a report on the run's page."""
     # Quoted: a line from each of many shards would hide their bars in the run's graph.
     unlinked: tuple[Any, Any] = quote(outcome), quote(rows)
-    _report(unlinked[0], spec, unlinked[1], seconds)
+    leave_report(unlinked[0], spec, unlinked[1], seconds)
 
 
 @task(name="report")
-def _report(outcome: Outcome, spec: ExportSpec, rows: list[ShardRow], seconds: float) -> None:
+def leave_report(outcome: Outcome, spec: ExportSpec, rows: list[ShardRow], seconds: float) -> None:
     reporting.report_export(outcome, spec, rows, seconds)
 
 

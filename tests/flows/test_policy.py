@@ -32,7 +32,7 @@ TASKS = [
     export_tasks.plan_parts,
     export_tasks.export_shard,
     export_tasks.commit_output,
-    export_tasks.report_run,
+    export_tasks.leave_report,
     training_tasks.plan_run,
     training_tasks.measure_statistics,
     training_tasks.take_steps,
@@ -133,6 +133,12 @@ class FakeFuture:
         callback(self)
 
 
+def named_value(item: tuple[str, Any]) -> int:
+    label, future = item
+    assert label == str(future.value)
+    return int(future.value)
+
+
 @given(
     seconds=st.lists(st.sampled_from([0.0, 0.001, 0.003]), max_size=12),
     limit=st.integers(1, 5),
@@ -143,12 +149,12 @@ def test_never_more_than_the_limit_and_every_one_once(
     seconds: list[float], limit: int, taken: int
 ) -> None:
     running = Running()
-    submits = [running.submit(number, pause) for number, pause in enumerate(seconds)]
+    submits = {str(n): running.submit(n, pause) for n, pause in enumerate(seconds)}
     futures: Iterator[Any] = fanout.run_bounded(submits, limit)
-    first = [future.value for _, future in zip(range(taken), futures, strict=False)]
+    first = [named_value(item) for _, item in zip(range(taken), futures, strict=False)]
     # A consumer that has stopped: nothing more is submitted.
     assert running.submitted <= min(len(seconds), limit + max(taken, 1))
-    rest = [future.value for future in futures]
+    rest = [named_value(item) for item in futures]
     assert sorted(first + rest) == list(range(len(seconds)))
     assert running.most <= limit
 

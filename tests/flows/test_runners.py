@@ -208,7 +208,7 @@ def test_a_stopped_run_ends_its_workers_everywhere_and_is_finished_by_the_same_c
     wait_until(lambda: under_way(process, workers, out), 120)
     process.send_signal(signal.SIGINT)
     workers.gone_after(5)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=90)
     assert process.returncode == 1
     assert re.fullmatch(r"signal-batch: stopped; .*\n", stderr)
 

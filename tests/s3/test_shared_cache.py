@@ -268,7 +268,7 @@ def test_when_a_downloader_is_killed_those_who_wait_take_over(
     go(first)
     assert tap.held.wait(60)
     go(*others)
-    tap.wait_for(lambda: tap.heads[path] == 4)
+    tap.wait_for(lambda: tap.heads[path] >= 4)
     assert tap.gets[path] == 1
     assert len(list(folder.glob("*.part"))) == 1
     assert not list(folder.glob("*.shard"))
