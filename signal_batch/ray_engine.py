@@ -25,6 +25,8 @@ from signal_batch.export import WorkOrder
 from signal_batch.processes import OnProgress
 from signal_batch.store import Receipt
 
+#: How often a waiting thread looks whether the run was stopped; how long leaving waits for it.
+_POLL_S, _FAREWELL_S = 0.5, 10.0
 #: What Ray raises when the process or the machine that ran an order is gone.
 _DIED = (
     exceptions.WorkerCrashedError,
@@ -46,6 +48,7 @@ class RayEngine(Engine):
         self._workers = workers
         self._run_id = uuid.uuid4().hex
         self._lock = threading.Lock()
+        self._fewer = threading.Condition(self._lock)
         self._running: set[Any] = set()
         self._stopping = False
 
@@ -57,6 +60,9 @@ class RayEngine(Engine):
         self._work = ray.remote(max_retries=0, num_cpus=1)(run_order)
 
     def close(self) -> None:
+        # Whoever still waits for an order would wait for ever, or start a cluster of its own.
+        with self._fewer:
+            self._fewer.wait_for(lambda: not self._running, timeout=_FAREWELL_S)
         if self._owns:
             ray.shutdown()
 
@@ -67,7 +73,7 @@ class RayEngine(Engine):
             running = self._work.remote(order.to_json(), self._run_id)
             self._running.add(running)
         try:
-            return receipts_from(ray.get(running))
+            return receipts_from(self._answer(running))
         except SignalBatchError:
             raise
         except (*_DIED, exceptions.TaskCancelledError) as exc:
@@ -77,8 +83,19 @@ class RayEngine(Engine):
         except exceptions.RayError as exc:
             raise SignalBatchError(f"Ray could not run an order: {_first_line(exc)}") from exc
         finally:
-            with self._lock:
+            with self._fewer:
                 self._running.discard(running)
+                self._fewer.notify_all()
+
+    def _answer(self, running: Any) -> dict[str, Any]:
+        while True:
+            try:
+                answer: dict[str, Any] = ray.get(running, timeout=_POLL_S)
+                return answer
+            except exceptions.GetTimeoutError:
+                # One that was cancelled before it began may never be answered.
+                if self._stopping:
+                    raise StoppedError("the run was stopped") from None
 
     def stop(self) -> None:
         with self._lock:

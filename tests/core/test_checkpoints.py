@@ -283,7 +283,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda out: document_of(out, 3).write_text(document_of(out, 3).read_text()[:80]),
         "not valid JSON",
     ),
-    "an empty document": (lambda out: document_of(out, 3).write_text(""), "not valid JSON"),
+    "an empty document": (lambda out: document_of(out, 3).write_text(""), "is empty"),
     "a document of bytes": (lambda out: document_of(out, 3).write_bytes(b"\xff\x00"), "JSON"),
     "a list": (lambda out: document_of(out, 3).write_text("[]"), "does not hold a JSON object"),
     "an empty object": (lambda out: document_of(out, 3).write_text("{}"), "run_key"),

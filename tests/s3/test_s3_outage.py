@@ -283,7 +283,7 @@ def test_an_outage_that_lasts_is_told_with_its_length_and_the_remedy(
         for name, value in s3_variables(f"http://127.0.0.1:{taken.getsockname()[1]}").items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
-        monkeypatch.setattr("signal_batch.failures._PAUSES_S", (0.5, 1.0))
+        monkeypatch.setattr("signal_batch.failures._PAUSES_S", (1.5, 1.5))
         s3fs.S3FileSystem.clear_instance_cache()
         store = OutputStore(f"s3://{BUCKET}/out")
         with pytest.raises(StorageError) as caught:
