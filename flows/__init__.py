@@ -14,3 +14,8 @@ import os
 os.environ.setdefault("DO_NOT_TRACK", "1")
 os.environ.setdefault("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
 os.environ.setdefault("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30")
+
+
+def quiet_prefect() -> None:
+    """Our own messages instead of Prefect's log, which it sets up when it is first imported."""
+    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
+from flows import quiet_prefect
 from signal_batch.cli_options import Runners, command
 
 _AUTOMATE_EXAMPLES = """\
@@ -44,7 +44,7 @@ def add_commands(commands: Any) -> None:
 
 
 def _automate(arguments: argparse.Namespace, runners: Runners) -> int:
-    _quiet_prefect()
+    quiet_prefect()
     from flows.automating import automate
 
     for one in automate(arguments.file, arguments.notify):
@@ -54,7 +54,7 @@ def _automate(arguments: argparse.Namespace, runners: Runners) -> int:
 
 
 def _announce(arguments: argparse.Namespace, runners: Runners) -> int:
-    _quiet_prefect()
+    quiet_prefect()
     from flows.announcing import announce
 
     said = announce(arguments.dataset, arguments.annotations)
@@ -64,8 +64,3 @@ def _announce(arguments: argparse.Namespace, runners: Runners) -> int:
     else:
         print(f"{what}, was announced already, at {said.earlier:%Y-%m-%d %H:%M} UTC")
     return 0
-
-
-def _quiet_prefect() -> None:
-    """Our own messages instead of Prefect's log, which it sets up when it is first imported."""
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")

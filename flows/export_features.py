@@ -8,7 +8,7 @@ from prefect.runtime import flow_run
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from flows.careful import flow
-from signal_batch.job import Outcome, progress_of
+from signal_batch.job import Outcome, finished
 from signal_batch.specs import ExportSpec
 from tasks import export as tasks
 from tasks import inputs
@@ -42,7 +42,7 @@ def export_features(spec: ExportSpec) -> Outcome:
     pin = inputs.pin_inputs(spec)
     selection = inputs.select_records(spec, pin)
     job = tasks.plan_parts(spec, pin, selection)
-    if standing := progress_of(job).manifest:
+    if standing := finished(job):
         outcome = Outcome(standing, already_complete=True)
         tasks.report_run(outcome, spec, [], 0.0)
         return outcome

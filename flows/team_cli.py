@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import Any
 
+from flows import quiet_prefect
 from signal_batch.cli_options import Runners, command
 from signal_batch.errors import InputError
 
@@ -61,8 +61,7 @@ def _serve(arguments: argparse.Namespace, runners: Runners) -> int:
 
 
 def _deploy(arguments: argparse.Namespace, runners: Runners) -> int:
-    # Our own messages instead of Prefect's log, which it sets up when it is first imported.
-    os.environ.setdefault("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+    quiet_prefect()
     from flows import deploying, registering
 
     deployments = deploying.read_deployments(_file(arguments), tuple(arguments.only))

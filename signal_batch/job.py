@@ -151,6 +151,13 @@ def progress_of(job: ExportJob) -> Progress:
     )
 
 
+def finished(job: ExportJob) -> dict[str, Any] | None:
+    """The manifest of an output that is complete already; without one, no receipt is read."""
+    if OutputStore(job.spec.output).read_manifest() is None:
+        return None
+    return progress_of(job).manifest
+
+
 def _standing_manifest(
     job: ExportJob, store: OutputStore, receipts: Mapping[int, Receipt]
 ) -> dict[str, Any] | None:

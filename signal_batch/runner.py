@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from signal_batch.engines import Engine, Fallout, engine_for, following
 from signal_batch.errors import SignalBatchError
-from signal_batch.job import ExportJob, Outcome, claim, commit, peek, progress_of
+from signal_batch.job import ExportJob, Outcome, claim, commit, finished, peek, progress_of
 from signal_batch.plan import Shard
 from signal_batch.planning import prepare
 from signal_batch.processes import retried
@@ -33,7 +33,7 @@ def export(spec: ExportSpec, *, on_progress: OnProgress | None = None) -> Outcom
     refuse_block(spec.execution.credentials)
     engine = engine_for(spec.execution)
     job = peek(prepare(spec))
-    if standing := progress_of(job).manifest:
+    if standing := finished(job):
         return Outcome(standing, already_complete=True)
     report = on_progress or (lambda rows, total=None: None)
     with engine:  # before the claim: without a place to run, nothing is written
