@@ -20,6 +20,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Iterator, Mapping
@@ -168,6 +169,10 @@ class RecordingTrainer(Classifier):
                 os._exit(action["code"])
             elif action["do"] == "hang":
                 time.sleep(FOREVER_S)
+            elif action["do"] == "settle":  # the save that is going on is done
+                for thread in threading.enumerate():
+                    if thread.name == "checkpoint":
+                        thread.join()
             elif action["do"] == "raise":
                 raise ZeroDivisionError("no such luck")
             elif action["do"] == "allocate":

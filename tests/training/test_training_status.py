@@ -17,6 +17,8 @@ from signal_batch.status import read_status
 from signal_batch.status_model import Status
 
 STEPS = 20
+#: A save that is late moves the ones after it; these keep them at steps 4 and 8.
+ON_TIME = ({"step": 5, "do": "settle"}, {"step": 9, "do": "settle"})
 
 
 def saved(out: Path) -> list[dict[str, Any]]:
@@ -54,7 +56,7 @@ def test_a_run_at_work_killed_and_gone_on(
 ) -> None:
     """It waits in step 10, after the checkpoints of steps 4 and 8, and is killed there."""
     out = scene.folder / "out"
-    scene.act({"step": 10, "do": "hang"})
+    scene.act(*ON_TIME, {"step": 10, "do": "hang"})
     program = scene.start(scene.spec())
     try:
         processes.wait_until(lambda: 10 in scene.seen() and len(saved(out)) == 2)
@@ -100,7 +102,7 @@ def test_a_trainer_that_fails_again_and_again(
     scene: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = scene.folder / "out"
-    scene.act({"step": 10, "do": "raise", "always": True})
+    scene.act(*ON_TIME, {"step": 10, "do": "raise", "always": True})
     for count in (1, 2):
         with pytest.raises(SignalBatchError, match="no such luck"):
             scene.train()
