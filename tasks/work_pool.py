@@ -11,8 +11,10 @@ import re
 import threading
 import time
 from contextlib import suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from itertools import count
 from uuid import UUID
 
@@ -96,7 +98,9 @@ class WorkPoolEngine(Engine):
 
     def open(self) -> None:
         _check_deployment(self._deployment)
-        self._poller = threading.Thread(target=self._poll, daemon=True)
+        # With this run's settings, which say where the server is; a new thread has none.
+        poll = partial(copy_context().run, self._poll)
+        self._poller = threading.Thread(target=poll, daemon=True)
         self._poller.start()
 
     def close(self) -> None:
@@ -176,16 +180,17 @@ class WorkPoolEngine(Engine):
     def _poll(self) -> None:
         """Ask for the states of all children at once, however many threads wait for one."""
         looked = time.monotonic()
-        while not self._closed.wait(POLL_S):
-            with self._lock:
-                children = list(self._children.values())
-            # A server that does not answer is asked again: children do not depend on it.
-            with suppress(Exception), get_client(sync_client=True) as client:
-                for first in range(0, len(children), _FILTERED):
-                    self._note(_read(client, children[first : first + _FILTERED]))
-                if children and time.monotonic() - looked > LOOK_EVERY_S:
-                    looked = time.monotonic()
-                    self._look_after(client, children)
+        with get_client(sync_client=True) as client:
+            while not self._closed.wait(POLL_S):
+                with self._lock:
+                    children = list(self._children.values())
+                # A server that does not answer is asked again: children do not depend on it.
+                with suppress(Exception):
+                    for first in range(0, len(children), _FILTERED):
+                        self._note(_read(client, children[first : first + _FILTERED]))
+                    if children and time.monotonic() - looked > LOOK_EVERY_S:
+                        looked = time.monotonic()
+                        self._look_after(client, children)
 
     def _note(self, runs: list[FlowRun]) -> None:
         with self._changed:

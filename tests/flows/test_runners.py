@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -385,6 +386,26 @@ def test_a_machine_that_dies_without_a_word_is_noticed(
     assert computed(workers) == sorted(8 * part + half for part in left for half in (0, 4))
     children = api.flow_runs("export-shard")[:4]
     assert sorted(child["state_type"] for child in children) == ["COMPLETED"] * 2 + ["CRASHED"] * 2
+
+
+def test_a_work_pool_is_polled_at_the_server_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where settings hold for a block only, as with a server that a command starts for itself."""
+    from prefect.settings import PREFECT_API_URL, get_current_settings, temporary_settings
+
+    from tasks import work_pool
+
+    asked: list[str | None] = []
+
+    def get_client(*, sync_client: bool) -> Any:
+        asked.append(get_current_settings().api.url)
+        return MagicMock()
+
+    monkeypatch.setattr(work_pool, "get_client", get_client)
+    settings = temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"})
+    with settings, work_pool.WorkPoolEngine(None, "parent", None):
+        pass
+    # Once to look up the deployment, once to poll.
+    assert asked == ["http://127.0.0.1:9/api"] * 2
 
 
 def descendants(pid: int) -> list[int]:
