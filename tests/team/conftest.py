@@ -329,8 +329,12 @@ def team(postgres: Postgres, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     ]
     assert services.healthy("database", postgres.bin / "pg_isready", PGPORT=str(postgres.port))
     services.run("migrate")
-    # A new schedule is looked at once a minute otherwise.
-    server = services.start("server", PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="2")
+    # A new schedule is looked at once a minute otherwise, and a run is late after 15 s.
+    server = services.start(
+        "server",
+        PREFECT_SERVER_SERVICES_SCHEDULER_LOOP_SECONDS="2",
+        PREFECT_SERVER_SERVICES_LATE_RUNS_AFTER_SECONDS="5",
+    )
     api = Api(f"http://127.0.0.1:{port}/api")
     try:
 

@@ -194,6 +194,22 @@ def test_the_server_keeps_its_data_in_postgres(team: Any, automated: Any) -> Non
     assert int(done.stdout) == len(team.api.post("/deployments/filter", {})) >= 5
 
 
+def test_a_run_that_no_worker_takes_is_told(
+    team: Any, automated: Any, dataset: Path, message_about: Any
+) -> None:
+    deployment = team.deployment("validate-dataset/validate-dataset")
+    body = {"parameters": {"dataset": str(dataset)}}
+    run = team.api.post(f"/deployments/{deployment}/create_flow_run", body)
+    try:
+        message = message_about("Late", run["name"])
+    finally:  # the workers that come are for others
+        team.api.http.delete(f"/flow_runs/{run['id']}").raise_for_status()
+    assert message["title"] == f"Late: validate-dataset {run['name']}"
+    assert f"dataset: {dataset}" in message["text"]
+    assert "Is a worker of work pool signal-batch running?" in message["text"]
+    assert f"/runs/flow-run/{run['id']}" in message["text"]
+
+
 def test_a_scheduled_run_exports_what_is_there(
     team: Any, worker: Any, dataset: Path, energies: dict[int, float], wait_until: Any
 ) -> None:
