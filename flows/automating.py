@@ -13,15 +13,14 @@ from prefect.events.schemas.automations import Automation, AutomationCore
 from prefect.exceptions import ObjectNotFound
 from pydantic import ValidationError
 
+from flows.packaged import packaged
 from flows.registering import server
 from signal_batch.errors import InputError
 
 #: The block of an action that `--notify` names.
 NOTIFY = "notify"
-_PLACES = (
-    Path(__file__).parent / "_deployments" / "automations.yaml",
-    Path(__file__).parents[1] / "deployments" / "automations.yaml",
-)
+#: The automations of this project.
+DEFAULT_FILE = packaged("automations.yaml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +30,6 @@ class Applied:
     name: str
     outcome: str
     why: str = ""
-
-
-def packaged_file() -> Path:
-    """The automations that come with this package, or with its checkout."""
-    for path in _PLACES:
-        if path.exists():
-            return path
-    raise InputError("no automations come with this installation; name a file with --file")
 
 
 class _LacksDeployment(InputError):
@@ -55,7 +46,7 @@ def automate(path: Path | None = None, notify: str | None = None) -> list[Applie
         InputError: the file is wrong, or names a deployment or block that the server lacks.
         SignalBatchError: no server, or it does not answer or does not let us in.
     """
-    wanted = _read(path or packaged_file())
+    wanted = _read(path or DEFAULT_FILE)
     with server() as client:
         # Everything is looked up first, so a wrong name changes nothing on the server.
         resolved = [_looked_up(client, item, notify, strict=path is not None) for item in wanted]

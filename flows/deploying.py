@@ -23,17 +23,15 @@ from prefect.utilities.schema_tools import validate
 from pydantic import AfterValidator, Field, field_validator
 from pydantic import ValidationError as PydanticValidationError
 
+from flows.packaged import packaged
 from flows.timetable import Name, Schedule, a_name, first_message, refuse_two_of_a_slug
 from signal_batch import built_ins, trainers
 from signal_batch.errors import InputError, SpecError
 from signal_batch.references import is_reference, unknown_built_in
 from signal_batch.specs import Frozen, check_json, checked
 
-#: The deployments of this project: beside the flows in a wheel, beside their folder in a checkout.
-_PLACES = (
-    Path(__file__).parent / "_deployments" / "prefect.yaml",
-    Path(__file__).parents[1] / "deployments" / "prefect.yaml",
-)
+#: The deployments of this project.
+DEFAULT_FILE = packaged("prefect.yaml")
 #: What every run needs in its environment, unless the file says otherwise: no usage telemetry, and
 #: the heartbeats by which automations.yaml tells a long run from a dead one.
 ENVIRONMENT = {
@@ -157,11 +155,6 @@ class Entry(Frozen):
             name for name, value in open_fields.items() if value is None
         )
         return deployment
-
-
-def default_file() -> Path:
-    """The file of deployments that comes with this package."""
-    return next((path for path in _PLACES if path.is_file()), _PLACES[-1])
 
 
 def read_entries(path: Path) -> list[Entry]:

@@ -78,7 +78,7 @@ def _deploy(arguments: argparse.Namespace, runners: Runners) -> int:
 
 
 def _file(arguments: argparse.Namespace) -> Path:
-    from flows.deploying import default_file
+    from flows.deploying import DEFAULT_FILE
 
     given: Path | None = arguments.file
-    return given if given is not None else default_file()
+    return given if given is not None else DEFAULT_FILE

@@ -287,6 +287,19 @@ Limits = Annotated[
     ),
 ]
 
+#: Seconds before the second attempt of something that failed; twice as long before each further.
+RetryDelay = Annotated[
+    float,
+    Field(
+        ge=0, le=MOST_SECONDS, title="Retry delay (seconds)", description="first pause, doubling"
+    ),
+]
+
+#: Whether records are decoded by signal-dataset itself, more slowly.
+SafeDecode = Annotated[
+    bool, Field(title="Safe decoder", description="use signal-dataset's decoder")
+]
+
 
 def refuse_block(credentials: str | None) -> None:
     """Refuse credentials from a block where no Prefect server hands it out."""
@@ -310,13 +323,7 @@ class Execution(Frozen):
     )
     workers: int = Field(default=2, ge=1, le=1024, description="worker processes at a time")
     retries: int = Field(default=3, ge=0, le=100, description="further attempts of a shard")
-    retry_delay_s: float = Field(
-        default=2.0,
-        ge=0,
-        le=MOST_SECONDS,
-        title="Retry delay (seconds)",
-        description="first pause, doubling",
-    )
+    retry_delay_s: RetryDelay = 2.0
     timeout_s: float = Field(
         default=900.0,
         gt=0,
@@ -324,9 +331,7 @@ class Execution(Frozen):
         title="Timeout (seconds)",
         description="kill a worker silent for so long",
     )
-    safe_decode: bool = Field(
-        default=False, title="Safe decoder", description="use signal-dataset's decoder"
-    )
+    safe_decode: SafeDecode = False
     credentials: Credentials = None
     limits: Limits = ()
 

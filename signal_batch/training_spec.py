@@ -38,6 +38,8 @@ from signal_batch.specs import (
     JobSpec,
     Json,
     Limits,
+    RetryDelay,
+    SafeDecode,
     Selector,
     check_json,
     refuse_credentials,
@@ -196,13 +198,7 @@ class TrainExecution(Frozen):
         default=4, ge=1, le=1024, title="Prefetched batches", description="batches that may wait"
     )
     retries: int = Field(default=3, ge=0, le=100, description="further attempts from a checkpoint")
-    retry_delay_s: float = Field(
-        default=2.0,
-        ge=0,
-        le=MOST_SECONDS,
-        title="Retry delay (seconds)",
-        description="first pause, doubling",
-    )
+    retry_delay_s: RetryDelay = 2.0
     stall_timeout_s: float = Field(
         default=900.0,
         gt=0,
@@ -210,9 +206,7 @@ class TrainExecution(Frozen):
         title="Stall timeout (seconds)",
         description="kill a run that takes no step for so long",
     )
-    safe_decode: bool = Field(
-        default=False, title="Safe decoder", description="use signal-dataset's decoder"
-    )
+    safe_decode: SafeDecode = False
     credentials: Credentials = None
     limits: Limits = ()
 

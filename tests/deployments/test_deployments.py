@@ -19,7 +19,7 @@ from signal_batch.errors import InputError
 
 pytestmark = pytest.mark.xdist_group("deployments")
 
-FILE = deploying.default_file()
+FILE = deploying.DEFAULT_FILE
 ENTRIES = {entry.name: entry for entry in deploying.read_entries(FILE)}
 NAMES = sorted(ENTRIES)
 

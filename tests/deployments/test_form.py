@@ -12,13 +12,13 @@ import httpx
 import pytest
 import yaml
 
-from flows.deploying import default_file, read_entries
+from flows.deploying import DEFAULT_FILE, read_entries
 from signal_batch.specs import ExportSpec
 from signal_batch.training_spec import TrainSpec
 
 pytestmark = pytest.mark.xdist_group("deployments")
 
-NAMES = sorted(entry.name for entry in read_entries(default_file()))
+NAMES = sorted(entry.name for entry in read_entries(DEFAULT_FILE))
 SPEC = {"dataset": "in.sds", "output": "out", "columns": ["field:samples"]}
 
 
@@ -195,7 +195,7 @@ def test_deploying_again_updates_and_keeps_what_people_switched(
     api.post(f"/deployments/{before['export-features']['id']}/schedules", [added])
 
     file = tmp_path / "mine.yaml"
-    content = yaml.safe_load(default_file().read_text())
+    content = yaml.safe_load(DEFAULT_FILE.read_text())
     for entry in content["deployments"]:
         if entry["name"] == "train-model":
             weekly = {"slug": "weekly", "cron": "0 6 * * 0"}
@@ -233,7 +233,7 @@ def test_prefect_itself_deploys_the_file(
 ) -> None:
     pool = {"name": "signal-batch", "type": "process"}
     api.post("/work_pools/", pool)
-    command = ("--no-prompt", "deploy", "--prefect-file", default_file(), "--all")
+    command = ("--no-prompt", "deploy", "--prefect-file", DEFAULT_FILE, "--all")
     code, said = finish("prefect", *command)
     assert code == 0, said
     made = api.deployments()
