@@ -110,8 +110,9 @@ def signal_batch(task: dict[str, Any], workers: int) -> Sample:
 def work(task: dict[str, Any], workers: int, scratch: Path, *, warm: bool) -> Sample:
     """Plan an export, run its work orders in `workers` processes, commit."""
     from signal_batch import job
+    from signal_batch.execution import Execution
     from signal_batch.planning import prepare
-    from signal_batch.specs import Execution, ExportSpec
+    from signal_batch.specs import ExportSpec
 
     spec = ExportSpec(
         dataset=task["dataset"],

@@ -65,7 +65,7 @@ def _flow(dataset: Path, output: Path, count: int, runner: str) -> float:
 
 def _spec(dataset: Path, output: Path, count: int, runner: str) -> Any:
     from signal_batch import ExportSpec
-    from signal_batch.specs import checked
+    from signal_batch.frozen import checked
 
     shutil.rmtree(output, ignore_errors=True)
     fields = {

@@ -26,8 +26,8 @@ def measured(
 
 
 def _one(dataset: Path, output: Path, trainer: str, steps: int) -> dict[str, Any]:
+    from signal_batch.frozen import checked
     from signal_batch.ranks import run_ranks
-    from signal_batch.specs import checked
     from signal_batch.training_job import claim_training
     from signal_batch.training_planning import prepare_training
     from signal_batch.training_spec import TrainSpec

@@ -17,8 +17,9 @@ from websockets.exceptions import WebSocketException
 
 from flows.registering import server
 from signal_batch.errors import SignalBatchError
+from signal_batch.frozen import canonical_json
 from signal_batch.pins import Pin
-from signal_batch.specs import canonical_json, refuse_credentials
+from signal_batch.uris import refuse_credentials
 from signal_batch.validation import validate
 from tasks.validation import raise_faults
 

@@ -7,7 +7,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from prefect import Flow
 
-from signal_batch.specs import refuse_credentials
+from signal_batch.uris import refuse_credentials
 
 P = ParamSpec("P")
 R = TypeVar("R")

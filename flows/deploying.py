@@ -27,8 +27,8 @@ from flows.packaged import packaged
 from flows.timetable import Name, Schedule, a_name, first_message, refuse_two_of_a_slug
 from signal_batch import built_ins, trainers
 from signal_batch.errors import InputError, SpecError
+from signal_batch.frozen import Frozen, check_json, checked
 from signal_batch.references import is_reference, unknown_built_in
-from signal_batch.specs import Frozen, check_json, checked
 
 #: The deployments of this project.
 DEFAULT_FILE = packaged("prefect.yaml")

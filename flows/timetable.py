@@ -24,7 +24,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from pydantic import ValidationError as PydanticValidationError
 
 from signal_batch.errors import SpecError
-from signal_batch.specs import Frozen
+from signal_batch.frozen import Frozen
 
 LEAST_INTERVAL_S = 60
 MOST_INTERVAL_S = 3652 * 86_400

@@ -8,7 +8,9 @@ from __future__ import annotations
 from signal_batch.arrow import to_numpy
 from signal_batch.augmentations import transform
 from signal_batch.built_ins import feature
+from signal_batch.columns import Column
 from signal_batch.errors import SignalBatchError
+from signal_batch.execution import Execution
 from signal_batch.iteration import batches_in_order, iterating, rng_at, training_batches
 from signal_batch.models import evaluate, read_model
 from signal_batch.pins import Pin, pin_dataset, read_pin, reopen, write_pin
@@ -16,7 +18,7 @@ from signal_batch.runner import export
 from signal_batch.selection import Selection
 from signal_batch.shuffling import BlockShuffle
 from signal_batch.source import BatchFetcher, SDSSource
-from signal_batch.specs import Column, Execution, ExportSpec
+from signal_batch.specs import ExportSpec
 from signal_batch.training import BatchSpec, Classifier, Trainer
 from signal_batch.training_runner import train
 from signal_batch.training_spec import Split, TrainExecution, TrainSpec, Transform

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 
 from signal_batch.batches import Array, Ints
+from signal_batch.columns import Column
 from signal_batch.decoding import Decoded, FieldSpec
 from signal_batch.errors import MissingValueError, SpecError
-from signal_batch.specs import Column
 
 _NAMES_SHOWN = 20
 _NOUNS = {

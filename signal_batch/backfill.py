@@ -24,11 +24,12 @@ from typing import Any
 
 from signal_batch.attached import OUTCOME, tell, told
 from signal_batch.errors import DatasetNotFoundError, SignalBatchError, SpecError
+from signal_batch.frozen import checked
 from signal_batch.job import Outcome
 from signal_batch.pins import absolute_uri, pin_dataset
 from signal_batch.publishing import TrainOutcome
 from signal_batch.scheduling import at_time
-from signal_batch.specs import JobSpec, checked
+from signal_batch.specs import JobSpec
 from signal_batch.store import OutputStore
 
 MOST_RUNS = 10_000

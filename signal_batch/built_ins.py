@@ -15,8 +15,8 @@ import numpy as np
 import scipy  # its parts load when first used: scipy.signal alone takes half a second
 
 from signal_batch.batches import Array, Batch
+from signal_batch.columns import RESERVED_COLUMNS
 from signal_batch.errors import SpecError
-from signal_batch.specs import RESERVED_COLUMNS
 
 F = TypeVar("F", bound=Callable[..., Any])
 

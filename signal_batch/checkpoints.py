@@ -23,13 +23,14 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from signal_batch.columns import FIELD_DTYPES
 from signal_batch.errors import (
     DamagedOutputError,
     OutputConflictError,
     SignalBatchError,
     SpecError,
 )
-from signal_batch.specs import FIELD_DTYPES, digest
+from signal_batch.frozen import digest
 from signal_batch.store import OutputStore, differences
 from signal_batch.training import State
 from signal_batch.training_job import TrainJob

@@ -24,11 +24,13 @@ from signal_batch.backfill import tell_outcome
 from signal_batch.cli_options import Runners, add_scheduled, as_scheduled, command, fields_from
 from signal_batch.demo import demo_spec, demo_training
 from signal_batch.errors import InputError, SignalBatchError
+from signal_batch.execution import Execution
 from signal_batch.features import resolve_feature
+from signal_batch.frozen import checked
 from signal_batch.pins import Pin, write_pin
 from signal_batch.recordings import write_japanese_vowels
 from signal_batch.runner import export
-from signal_batch.specs import Execution, ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.status import read_status
 from signal_batch.status_report import show_status
 from signal_batch.store import OutputStore

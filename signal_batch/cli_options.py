@@ -14,10 +14,10 @@ import yaml
 from pydantic import BaseModel
 
 from signal_batch.errors import SpecError
+from signal_batch.execution import refuse_block
 from signal_batch.job import Outcome
 from signal_batch.publishing import TrainOutcome
 from signal_batch.scheduling import at_time, parse_moment
-from signal_batch.specs import refuse_block
 
 
 def from_environment(credentials: str | None) -> AbstractContextManager[None]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.frozen import checked
+from signal_batch.specs import ExportSpec
 from signal_batch.training_spec import TrainSpec
 
 

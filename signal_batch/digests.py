@@ -19,7 +19,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from signal_batch.specs import digest
+from signal_batch.frozen import digest
 
 
 class LogicalDigest:

@@ -26,10 +26,10 @@ from signal_batch.errors import (
     error_event,
     rebuilt_error,
 )
+from signal_batch.execution import Execution
 from signal_batch.export import WorkOrder
 from signal_batch.job import ExportJob
 from signal_batch.processes import OnProgress, run_worker, stop_workers
-from signal_batch.specs import Execution
 from signal_batch.store import RECEIPTS, OutputStore, Receipt
 
 #: How often the ledger is read for progress where workers cannot report theirs.

@@ -28,15 +28,17 @@ import pyarrow as pa
 
 from signal_batch.arrow import to_record_batch
 from signal_batch.batches import Batch
+from signal_batch.columns import Column
 from signal_batch.errors import CorruptDatasetError, MissingValueError, OutputError
 from signal_batch.features import Feature, compute, resolve_feature
+from signal_batch.frozen import canonical_json, checked
 from signal_batch.iteration import batches_in_order, iterating
 from signal_batch.parquet import PartFile, write_part
 from signal_batch.pins import Pin
 from signal_batch.plan import Part
 from signal_batch.selection import Selection
 from signal_batch.source import BatchFetcher
-from signal_batch.specs import Column, ExportSpec, canonical_json, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.stages import overlapped
 from signal_batch.store import OutputStore, Receipt
 

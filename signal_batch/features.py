@@ -19,7 +19,9 @@ import numpy as np
 
 from signal_batch.batches import SUPPORTED_DTYPES, Array, Batch, Values, ordinal_range
 from signal_batch.built_ins import BUILT_IN
+from signal_batch.columns import RESERVED_COLUMNS
 from signal_batch.errors import FeatureError
+from signal_batch.frozen import digest
 from signal_batch.references import (
     call,
     check_options,
@@ -28,7 +30,6 @@ from signal_batch.references import (
     read_only,
     unknown_built_in,
 )
-from signal_batch.specs import RESERVED_COLUMNS, digest
 
 # --- finding a feature -------------------------------------------------------------------------
 

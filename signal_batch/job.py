@@ -15,22 +15,18 @@ from typing import Any
 
 import pyarrow as pa
 
+from signal_batch.columns import Column
 from signal_batch.errors import (
     CorruptDatasetError,
     DamagedOutputError,
 )
 from signal_batch.export import WorkOrder, decode_schema, encode_schema
+from signal_batch.frozen import digest
 from signal_batch.notes import remove_notes
 from signal_batch.pins import Pin
 from signal_batch.plan import Part, Shard, group_into_shards, plan_parts
 from signal_batch.selection import Selection
-from signal_batch.specs import (
-    EXPORT_FORMAT,
-    SCHEMA_VERSION,
-    Column,
-    ExportSpec,
-    digest,
-)
+from signal_batch.specs import EXPORT_FORMAT, SCHEMA_VERSION, ExportSpec
 from signal_batch.store import AGAIN, DATA, MANIFEST, OutputStore, Receipt
 
 _PACKAGES = ("signal-batch", "signal-dataset", "numpy", "scipy", "pyarrow", "grain")

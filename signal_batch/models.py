@@ -18,13 +18,15 @@ from safetensors import SafetensorError
 from safetensors.numpy import load
 
 from signal_batch.batches import Array, Batch
+from signal_batch.columns import Column
 from signal_batch.errors import DamagedOutputError, InputError, SignalBatchError, SpecError
+from signal_batch.frozen import checked, digest
 from signal_batch.judging import evaluation_batches, judge
 from signal_batch.pins import reopen
 from signal_batch.planning import pin_inputs, select
 from signal_batch.preparation import Preparation, preparation_of
 from signal_batch.source import BatchFetcher
-from signal_batch.specs import MODEL_FORMAT, Column, checked, digest
+from signal_batch.specs import MODEL_FORMAT
 from signal_batch.splits import survey
 from signal_batch.statistics import Statistics
 from signal_batch.store import OutputStore

@@ -25,8 +25,8 @@ from typing import Any, TypeVar
 
 from signal_batch.errors import DamagedOutputError, SignalBatchError, StoppedError
 from signal_batch.plan import Part
-from signal_batch.specs import redact
 from signal_batch.store import ATTEMPTS, ERRORS, ORDERS, OutputStore
+from signal_batch.uris import redact
 
 N = TypeVar("N", "Attempt", "Failure")
 

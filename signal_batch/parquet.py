@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 
 from signal_batch.digests import LogicalDigest
 from signal_batch.errors import DamagedOutputError, OutputError
-from signal_batch.specs import parse_size
+from signal_batch.frozen import parse_size
 
 #: What can be done about a local file that cannot be written.
 REMEDIES = {

@@ -35,16 +35,10 @@ from signal_batch.errors import (
     UnknownAnnotationError,
 )
 from signal_batch.failures import boundary_error, patiently
+from signal_batch.frozen import Frozen, checked
 from signal_batch.shards import MemoObjectStore, PooledShardStore
-from signal_batch.specs import (
-    Frozen,
-    checked,
-    local_path,
-    redact,
-    refuse_credentials,
-    refuse_placeless,
-)
 from signal_batch.staging import SharedShardCache
+from signal_batch.uris import local_path, redact, refuse_credentials, refuse_placeless
 
 CATALOG = "annotations/catalog.json"
 SCHEMES = ("", "s3", "gs")

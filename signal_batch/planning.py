@@ -12,26 +12,21 @@ import signal_dataset as sds
 
 from signal_batch import selection as filters
 from signal_batch.arrow import arrow_schema, to_record_batch
+from signal_batch.columns import Column
 from signal_batch.errors import (
     MissingValueError,
     SpecError,
 )
 from signal_batch.export import UNREADABLE, array_columns
 from signal_batch.features import compute, resolve_feature
+from signal_batch.frozen import canonical_json, digest
 from signal_batch.job import ExportJob
 from signal_batch.pins import Pin, absolute_uri, pin_dataset, read_pin, reopen
 from signal_batch.plan import rows_a_part
 from signal_batch.reading import RecordReader, annotation_rows
 from signal_batch.scheduling import refuse_unresolved
 from signal_batch.selection import Selection
-from signal_batch.specs import (
-    SCHEMA_VERSION,
-    Column,
-    ExportSpec,
-    JobSpec,
-    canonical_json,
-    digest,
-)
+from signal_batch.specs import SCHEMA_VERSION, ExportSpec, JobSpec
 
 #: A batch holds at most this much stored data, whatever `batch_size` says, to bound memory.
 BATCH_BYTES = 32 << 20

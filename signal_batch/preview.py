@@ -12,9 +12,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from signal_batch.arrow import to_numpy
+from signal_batch.columns import RESERVED_COLUMNS
 from signal_batch.errors import SignalBatchError
 from signal_batch.pictures import draw_lines, draw_map, drawing
-from signal_batch.specs import RESERVED_COLUMNS
 from signal_batch.store import DATA, OutputStore
 
 #: Records whose values are drawn, and values of one axis.

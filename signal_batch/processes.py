@@ -23,10 +23,10 @@ from typing import IO, Any, TypeVar
 
 from signal_batch._grain import PLAIN_GRAIN
 from signal_batch.errors import SignalBatchError, StoppedError, WorkerDiedError, rebuilt_error
+from signal_batch.execution import Execution
 from signal_batch.export import WorkOrder
 from signal_batch.notes import note_failure
 from signal_batch.plan import Part
-from signal_batch.specs import Execution
 from signal_batch.store import Receipt
 from signal_batch.training_spec import TrainExecution
 

@@ -18,8 +18,8 @@ import signal_dataset as sds
 from signal_batch.access import LabelReader, access_to
 from signal_batch.assembly import Label, Rows, TensorColumn, objects, value_column
 from signal_batch.batches import Array, Batch, Ints
+from signal_batch.columns import Column, annotation_sets
 from signal_batch.decoding import FieldSpec
-from signal_batch.specs import Column, annotation_sets
 
 #: Annotation values are kept in memory if those of the whole set take no more than this.
 KNOWN_VALUES_BYTES = 64 << 20

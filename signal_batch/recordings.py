@@ -20,7 +20,8 @@ import signal_dataset as sds
 from signal_dataset.storage import ObjectStore, ShardStore, object_store_for
 
 from signal_batch.errors import DatasetFormatError, InputError, OutputError, SpecError, StorageError
-from signal_batch.specs import digest, refuse_credentials
+from signal_batch.frozen import digest
+from signal_batch.uris import refuse_credentials
 
 T = TypeVar("T")
 Row = tuple[sds.AnnotationStatus, Mapping[str, Any]]

@@ -18,7 +18,7 @@ from typing import Any
 
 from signal_batch.batches import Array, Batch, Values
 from signal_batch.errors import FeatureError, InputError, SpecError
-from signal_batch.specs import digest
+from signal_batch.frozen import digest
 
 _PLACES = ("first", "second")
 

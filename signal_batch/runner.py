@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from signal_batch.engines import Engine, Fallout, engine_for, following
 from signal_batch.errors import SignalBatchError
+from signal_batch.execution import refuse_block
 from signal_batch.job import ExportJob, Outcome, claim, commit, finished, peek, progress_of
 from signal_batch.plan import Shard
 from signal_batch.planning import prepare
 from signal_batch.processes import retried
-from signal_batch.specs import ExportSpec, refuse_block
+from signal_batch.specs import ExportSpec
 from signal_batch.store import Receipt
 
 logger = logging.getLogger(__name__)

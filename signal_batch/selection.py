@@ -30,8 +30,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from signal_batch.columns import Column
 from signal_batch.errors import SpecError
-from signal_batch.specs import Column
 
 STATUSES = ("success", "skipped", "failed")
 _COMPARE: dict[str, Callable[[Any, Any], bool]] = {

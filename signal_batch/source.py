@@ -16,11 +16,11 @@ import numpy.typing as npt
 
 from signal_batch.access import access_to
 from signal_batch.batches import Batch
+from signal_batch.columns import Column, annotation_sets
 from signal_batch.errors import SignalBatchError, SpecError
 from signal_batch.pins import Pin, PinnedDataset, reopen
 from signal_batch.reading import RecordReader
 from signal_batch.selection import Selection
-from signal_batch.specs import Column, annotation_sets
 from signal_batch.staging import ReadAhead
 
 Tree = dict[str, Any]

@@ -18,10 +18,11 @@ import numpy.typing as npt
 import signal_dataset as sds
 
 from signal_batch.batches import Ints
+from signal_batch.columns import Column
 from signal_batch.errors import SpecError
+from signal_batch.frozen import canonical_json
 from signal_batch.reading import MetadataRow, RecordReader, metadata_rows
 from signal_batch.selection import Selection
-from signal_batch.specs import Column, canonical_json
 from signal_batch.training import Label
 from signal_batch.training_spec import SIDES, Split
 

@@ -38,9 +38,9 @@ from signal_dataset.storage.staging import (
 from signal_batch.batches import Ints
 from signal_batch.cache import CacheFolder, CannotHoldError, Entry
 from signal_batch.errors import SpecError, StorageError
+from signal_batch.frozen import parse_size
 from signal_batch.layout import DatasetLayout, Shard
 from signal_batch.shards import MemoObjectStore, PooledShardStore
-from signal_batch.specs import parse_size
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from signal_batch.batches import Array, Batch, Values
 from signal_batch.errors import DamagedOutputError, FeatureError, SpecError
-from signal_batch.specs import digest
+from signal_batch.frozen import digest
 
 #: Input handled at a time: small enough for float64 temporaries to stay in cache.
 _BLOCK_BYTES = 1 << 19

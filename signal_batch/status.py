@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from signal_batch.errors import InputError
 from signal_batch.export_status import export_status
-from signal_batch.specs import EXPORT_FORMAT, MODEL_FORMAT, redact
+from signal_batch.specs import EXPORT_FORMAT, MODEL_FORMAT
 from signal_batch.status_model import Status
 from signal_batch.store import CLAIM, MANIFEST, OutputStore
 from signal_batch.training_status import training_status
+from signal_batch.uris import redact
 
 _READERS = {EXPORT_FORMAT: export_status, MODEL_FORMAT: training_status}
 

@@ -12,8 +12,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from signal_batch.notes import Attempt, Failure, Notes, presentable, process_lives, seconds_of
-from signal_batch.specs import SCHEMA_VERSION, redact
+from signal_batch.specs import SCHEMA_VERSION
 from signal_batch.store import CLAIM
+from signal_batch.uris import redact
 
 #: `retrying` waits to try a failed part again, `waiting` is none of the others: nothing is known to
 #: run, and nothing failed. `damaged` says that the output's own account cannot be read.

@@ -44,7 +44,7 @@ from signal_batch.errors import (
 )
 from signal_batch.failures import at_once, output_error
 from signal_batch.remote import open_file_system
-from signal_batch.specs import (
+from signal_batch.uris import (
     local_path,
     redact,
     refuse_credentials,

@@ -30,8 +30,8 @@ import signal_dataset as sds
 from numpy.typing import NDArray
 
 from signal_batch.errors import SpecError
+from signal_batch.frozen import digest
 from signal_batch.recordings import Progress, Recipe, Row, write_once
-from signal_batch.specs import digest
 
 Complex = NDArray[np.complex64]
 Shape = tuple[int, int]

@@ -9,10 +9,11 @@ from typing import Any
 from signal_batch import planning, report
 from signal_batch.backfill import tell_outcome
 from signal_batch.cli_options import Runners, add_scheduled, as_scheduled, command, fields_from
+from signal_batch.frozen import checked
 from signal_batch.models import evaluate, prediction_fields, read_model
 from signal_batch.pins import write_pin
 from signal_batch.publishing import TrainOutcome
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.store import OutputStore
 from signal_batch.tracing import records_of, steps_of
 from signal_batch.training_job import peek_training, read_training, standing_model

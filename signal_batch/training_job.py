@@ -25,11 +25,13 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load, save
 
+from signal_batch.columns import Column
 from signal_batch.errors import DamagedOutputError, InputError
+from signal_batch.frozen import checked
 from signal_batch.lengths import Lengths
 from signal_batch.pins import Pin
 from signal_batch.selection import Selection
-from signal_batch.specs import MODEL_FORMAT, SCHEMA_VERSION, Column, checked
+from signal_batch.specs import MODEL_FORMAT, SCHEMA_VERSION
 from signal_batch.statistics import Statistics
 from signal_batch.store import MANIFEST, OutputStore
 from signal_batch.training import ArraySpec, BatchSpec, Label

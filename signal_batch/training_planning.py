@@ -9,8 +9,10 @@ import numpy as np
 
 from signal_batch.batches import Batch, Ints, Values
 from signal_batch.bucketing import equal_limits
+from signal_batch.columns import Column
 from signal_batch.errors import SpecError
 from signal_batch.export import array_columns
+from signal_batch.frozen import digest
 from signal_batch.iteration import global_order
 from signal_batch.lengths import CHOICES, MASK, Lengths
 from signal_batch.pins import Pin, reopen
@@ -18,7 +20,7 @@ from signal_batch.planning import pin_inputs, probe_ordinals, select, typed
 from signal_batch.preparation import Preparation
 from signal_batch.reading import RecordReader
 from signal_batch.selection import Selection
-from signal_batch.specs import SCHEMA_VERSION, Column, digest
+from signal_batch.specs import SCHEMA_VERSION
 from signal_batch.splits import Survey, survey
 from signal_batch.store import OutputStore
 from signal_batch.trainers import resolve_trainer

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 from signal_batch.errors import SignalBatchError
+from signal_batch.execution import refuse_block
 from signal_batch.processes import retried, stop_workers
 from signal_batch.publishing import TrainOutcome, publish
 from signal_batch.ranks import OnEvent, run_evaluation, run_ranks, run_statistics
-from signal_batch.specs import refuse_block
 from signal_batch.training_job import TrainJob, claim_training, standing_model
 from signal_batch.training_planning import check_trainer, prepare_training
 from signal_batch.training_spec import TrainSpec

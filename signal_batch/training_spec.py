@@ -28,22 +28,12 @@ from pydantic import (
     model_validator,
 )
 
+from signal_batch.columns import Column, Selector
 from signal_batch.errors import SpecError
-from signal_batch.specs import (
-    MOST_SECONDS,
-    OPTIONS_FORM,
-    Column,
-    Credentials,
-    Frozen,
-    JobSpec,
-    Json,
-    Limits,
-    RetryDelay,
-    SafeDecode,
-    Selector,
-    check_json,
-    refuse_credentials,
-)
+from signal_batch.execution import MOST_SECONDS, Credentials, Limits, RetryDelay, SafeDecode
+from signal_batch.frozen import OPTIONS_FORM, Frozen, Json, check_json
+from signal_batch.specs import JobSpec
+from signal_batch.uris import refuse_credentials
 
 SIDES = ("train", "validation", "test")
 #: Names of columns by which accuracy is broken down unless `by` says otherwise.

@@ -14,8 +14,8 @@ from typing import Any
 
 from signal_batch.checkpoints import FOLDER
 from signal_batch.errors import DamagedOutputError
+from signal_batch.frozen import digest
 from signal_batch.notes import Attempt, Failure, Notes, presentable, read_notes, seconds_of
-from signal_batch.specs import digest
 from signal_batch.status_model import (
     Activity,
     Count,

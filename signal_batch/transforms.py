@@ -27,6 +27,7 @@ from signal_batch.augmentations import Record
 from signal_batch.batches import Batch, Values, ordinal_range
 from signal_batch.errors import FeatureError, SpecError
 from signal_batch.features import Feature, checked_column, compute, own, resolve_feature
+from signal_batch.frozen import digest
 from signal_batch.iteration import rng_at
 from signal_batch.references import (
     call,
@@ -37,7 +38,6 @@ from signal_batch.references import (
     read_only,
     unknown_built_in,
 )
-from signal_batch.specs import digest
 from signal_batch.statistics import Statistics, is_measurable
 from signal_batch.training_spec import Transform
 

@@ -25,7 +25,7 @@ from signal_batch.failures import boundary_error, patiently
 from signal_batch.layout import DatasetLayout, StoredObject
 from signal_batch.pins import Pin, pin_dataset
 from signal_batch.reading import annotation_rows, metadata_rows
-from signal_batch.specs import redact
+from signal_batch.uris import redact
 
 #: Records looked at when a validation is not deep.
 SAMPLE_RECORDS = 20_000

@@ -20,10 +20,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from signal_batch.errors import InputError, SignalBatchError
+from signal_batch.frozen import checked, digest
 from signal_batch.parquet import read_part_digest
 from signal_batch.pins import Pin
 from signal_batch.selection import Selection
-from signal_batch.specs import MODEL_FORMAT, checked, digest
+from signal_batch.specs import MODEL_FORMAT
 from signal_batch.store import (
     AGAIN,
     ATTEMPTS,

@@ -19,12 +19,13 @@ from signal_batch import job as steps
 from signal_batch import planning
 from signal_batch.engines import Engine, Fallout, LocalEngine, engine_for, following
 from signal_batch.errors import DamagedOutputError, SignalBatchError, StoppedError
+from signal_batch.execution import Execution
 from signal_batch.export import WorkOrder
 from signal_batch.job import ExportJob, Outcome
 from signal_batch.pins import Pin
 from signal_batch.plan import Shard
 from signal_batch.selection import Selection
-from signal_batch.specs import Execution, ExportSpec
+from signal_batch.specs import ExportSpec
 from signal_batch.store import ORDERS, OutputStore, Receipt
 from tasks import reporting
 from tasks.credentials import use_credentials

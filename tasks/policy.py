@@ -10,7 +10,7 @@ from prefect.client.schemas import State, TaskRun
 from prefect.tasks import Task
 
 from signal_batch.errors import SignalBatchError
-from signal_batch.specs import Execution
+from signal_batch.execution import Execution
 from signal_batch.training_spec import TrainExecution
 
 P = ParamSpec("P")

@@ -35,8 +35,8 @@ from signal_batch.errors import (
     rebuilt_error,
 )
 from signal_batch.export import WorkOrder
+from signal_batch.frozen import digest
 from signal_batch.processes import OnProgress
-from signal_batch.specs import digest
 from signal_batch.store import ORDERS, RECEIPTS, OutputStore, Receipt
 
 DEPLOYMENT = "export-shard/export-shard"

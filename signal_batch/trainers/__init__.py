@@ -6,8 +6,8 @@ from collections.abc import Callable
 from importlib import import_module
 
 from signal_batch.errors import InputError, SpecError
+from signal_batch.frozen import digest
 from signal_batch.references import is_reference, load, unknown_built_in
-from signal_batch.specs import digest
 from signal_batch.training import Trainer
 
 #: Module, class and a version that is raised when the same run would give other arrays.

@@ -12,7 +12,8 @@ import pytest
 import signal_batch
 from signal_batch.cli import main
 from signal_batch.errors import OutputConflictError, WorkerDiedError
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.frozen import checked
+from signal_batch.specs import ExportSpec
 from signal_batch.store import OutputStore
 
 

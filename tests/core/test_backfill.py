@@ -19,8 +19,9 @@ import pytest
 from signal_batch.backfill import moments, plan_runs
 from signal_batch.cli import main
 from signal_batch.errors import SpecError
+from signal_batch.frozen import checked
 from signal_batch.scheduling import parse_moment
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.synth import synthesize
 from signal_batch.verification import verify
 

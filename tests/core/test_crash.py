@@ -21,10 +21,11 @@ import pytest
 import signal_batch
 from signal_batch import engines
 from signal_batch.errors import SignalBatchError, WorkerDiedError
+from signal_batch.frozen import checked
 from signal_batch.job import claim, commit, progress_of
 from signal_batch.planning import prepare
 from signal_batch.processes import worker_pids
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.worker import work
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks processes up in /proc")

@@ -24,9 +24,9 @@ from signal_batch.errors import (
     StoppedError,
     WorkerDiedError,
 )
+from signal_batch.frozen import checked
 from signal_batch.job import ExportJob, claim, progress_of
 from signal_batch.planning import prepare
-from signal_batch.specs import checked
 
 
 def spec_of(root: Path, output: Path, **changes: Any) -> ExportSpec:

@@ -25,10 +25,11 @@ import signal_dataset as sds
 import signal_batch
 from signal_batch import engines
 from signal_batch.errors import CorruptDatasetError, FeatureError, MissingValueError, SpecError
+from signal_batch.frozen import checked
 from signal_batch.job import claim, commit, progress_of
 from signal_batch.pins import pin_dataset
 from signal_batch.planning import prepare
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.worker import work
 
 FEATURES = """

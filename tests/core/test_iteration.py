@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from signal_batch.columns import Column
 from signal_batch.errors import SpecError
 from signal_batch.iteration import (
     batches_in_order,
@@ -30,7 +31,6 @@ from signal_batch.iteration import (
 from signal_batch.pins import pin_dataset
 from signal_batch.selection import Selection
 from signal_batch.source import BatchFetcher
-from signal_batch.specs import Column
 
 Batch = dict[str, Any]
 

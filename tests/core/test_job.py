@@ -25,10 +25,11 @@ from signal_batch.errors import (
     OutputError,
 )
 from signal_batch.export import PartExporter
+from signal_batch.frozen import checked
 from signal_batch.job import ExportJob, claim, commit, peek, progress_of
 from signal_batch.plan import Shard
 from signal_batch.planning import prepare
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.store import OutputStore
 from signal_batch.worker import work
 

@@ -15,9 +15,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from signal_batch import failures
 from signal_batch.errors import OutputConflictError, SpecError, StorageError
 from signal_batch.failures import at_once, patiently
+from signal_batch.frozen import checked
 from signal_batch.remote import RemoteFileSystem, forget_file_systems, may_pass, open_file_system
 from signal_batch.runner import export
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.store import OutputStore, Receipt
 from signal_batch.training_runner import train
 from signal_batch.training_spec import TrainSpec

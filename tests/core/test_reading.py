@@ -17,6 +17,7 @@ from signal_dataset.storage import ArrayRecordShardStore, object_store_for
 
 from signal_batch import access, failures, reading
 from signal_batch.assembly import look_up
+from signal_batch.columns import Column
 from signal_batch.errors import (
     CorruptDatasetError,
     MissingValueError,
@@ -31,7 +32,6 @@ from signal_batch.reading import (
     metadata_rows,
 )
 from signal_batch.shards import MemoObjectStore, PooledShardStore
-from signal_batch.specs import Column
 
 COUNT = 23
 SHARD = 5

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from signal_batch import planning
 from signal_batch.errors import SpecError
+from signal_batch.frozen import checked
 from signal_batch.scheduling import (
     at_time,
     is_moving,
@@ -22,7 +23,7 @@ from signal_batch.scheduling import (
     refuse_unresolved,
     resolve,
 )
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.training_spec import TrainSpec
 
 DIRECTIVES = "YymdHMSjGVu"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from signal_batch.errors import MissingValueError, SpecError
+from signal_batch.frozen import checked
 from signal_batch.planning import pin_inputs, select
 from signal_batch.selection import (
     Filter,
@@ -25,7 +26,7 @@ from signal_batch.selection import (
     parse_filter,
     resolve,
 )
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 
 ordinal_sets = st.lists(st.integers(0, 60), unique=True).map(sorted)
 

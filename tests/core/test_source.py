@@ -21,11 +21,11 @@ import signal_dataset as sds
 
 from signal_batch import source as module
 from signal_batch._grain import grain
+from signal_batch.columns import Column
 from signal_batch.errors import PinMismatchError, SpecError
 from signal_batch.pins import Pin, pin_dataset, write_pin
 from signal_batch.selection import Selection
 from signal_batch.source import BatchFetcher, SDSSource
-from signal_batch.specs import Column
 from signal_batch.synth import synthesize
 
 THREADS = 16

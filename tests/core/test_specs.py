@@ -14,24 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from signal_batch.columns import FIELD_DTYPES, VALUE_DTYPES, Column, Selector, annotation_sets
 from signal_batch.errors import SpecError
-from signal_batch.specs import (
-    FIELD_DTYPES,
-    NOT_IDENTITY,
-    VALUE_DTYPES,
-    Column,
-    Execution,
-    ExportSpec,
-    Selector,
-    annotation_sets,
-    canonical_json,
-    check_json,
-    checked,
-    digest,
-    parse_size,
-    redact,
-    refuse_credentials,
-)
+from signal_batch.execution import Execution
+from signal_batch.frozen import canonical_json, check_json, checked, digest, parse_size
+from signal_batch.specs import NOT_IDENTITY, ExportSpec
+from signal_batch.uris import redact, refuse_credentials
 
 BASE: dict[str, Any] = {
     "dataset": "s3://signals/radar",

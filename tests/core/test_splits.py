@@ -16,9 +16,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from signal_batch import splits
+from signal_batch.columns import Column
 from signal_batch.errors import MissingValueError, SpecError
+from signal_batch.frozen import checked
 from signal_batch.selection import Selection
-from signal_batch.specs import Column, checked
 from signal_batch.splits import Survey, side_of, survey
 from signal_batch.training_spec import Split
 

@@ -26,11 +26,11 @@ from signal_dataset.storage.staging import ShardStagingArea
 
 from signal_batch import cache, staging
 from signal_batch.access import access_to
+from signal_batch.columns import Column
 from signal_batch.errors import SpecError, StorageError
 from signal_batch.pins import pin_dataset
 from signal_batch.shards import MemoObjectStore, PooledShardStore
 from signal_batch.source import BatchFetcher
-from signal_batch.specs import Column
 from signal_batch.staging import (
     ReadAhead,
     SharedShardCache,

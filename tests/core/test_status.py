@@ -31,9 +31,10 @@ from signal_batch.errors import (
     OutputError,
     StorageError,
 )
+from signal_batch.frozen import checked
 from signal_batch.job import ExportJob, claim, commit, progress_of
 from signal_batch.planning import prepare
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.status import read_status
 from signal_batch.status_model import REMEDIES, Status
 from signal_batch.store import OutputStore

@@ -14,7 +14,7 @@ import pytest
 import signal_dataset as sds
 
 from signal_batch.errors import DamagedOutputError, InputError
-from signal_batch.specs import checked
+from signal_batch.frozen import checked
 from signal_batch.tracing import Seen, records_of, steps_of
 from signal_batch.training_job import TrainJob, claim_training, read_training
 from signal_batch.training_planning import prepare_training

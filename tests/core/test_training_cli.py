@@ -20,10 +20,11 @@ import yaml
 from signal_batch import job as steps
 from signal_batch.cli import main
 from signal_batch.cli_options import Runners
+from signal_batch.frozen import checked
 from signal_batch.job import Outcome
 from signal_batch.planning import prepare
 from signal_batch.publishing import TrainOutcome, publish
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.splits import side_of
 from signal_batch.store import OutputStore
 from signal_batch.synth import synthesize

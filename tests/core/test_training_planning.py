@@ -14,12 +14,12 @@ import pytest
 import signal_dataset as sds
 
 from signal_batch.errors import FeatureError, InputError, MissingValueError, SpecError
+from signal_batch.frozen import checked, digest
 from signal_batch.lengths import Lengths
 from signal_batch.pins import pin_dataset, write_pin
 from signal_batch.preparation import preparation_of
 from signal_batch.selection import Selection
 from signal_batch.source import BatchFetcher
-from signal_batch.specs import checked, digest
 from signal_batch.trainers.sklearn import SklearnTrainer
 from signal_batch.training import ArraySpec
 from signal_batch.training_job import TrainJob, TrainPlan

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from signal_batch.errors import SpecError
-from signal_batch.specs import checked, digest
+from signal_batch.frozen import checked, digest
 from signal_batch.training_spec import (
     TRAIN_NOT_IDENTITY,
     Split,

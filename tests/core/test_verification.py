@@ -17,9 +17,10 @@ import pytest
 from signal_batch.cli import main
 from signal_batch.digests import LogicalDigest
 from signal_batch.errors import InputError
+from signal_batch.frozen import checked, digest
 from signal_batch.job import claim, commit, progress_of
 from signal_batch.planning import prepare
-from signal_batch.specs import ExportSpec, checked, digest
+from signal_batch.specs import ExportSpec
 from signal_batch.store import AGAIN
 from signal_batch.verification import verify
 from signal_batch.worker import work

@@ -25,10 +25,11 @@ from signal_batch.errors import (
     WorkerDiedError,
 )
 from signal_batch.export import WorkOrder
+from signal_batch.frozen import checked
 from signal_batch.job import ExportJob, claim, progress_of
 from signal_batch.planning import prepare
 from signal_batch.processes import run_worker, stop_workers, worker_pids
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.store import OutputStore
 from signal_batch.worker import work
 

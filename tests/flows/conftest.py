@@ -31,7 +31,8 @@ import numpy as np
 import pytest
 import signal_dataset as sds
 
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.frozen import checked
+from signal_batch.specs import ExportSpec
 from signal_batch.synth import synthesize
 
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)

@@ -14,7 +14,7 @@ from prefect.states import Failed
 from prefect.task_runners import ThreadPoolTaskRunner
 
 from signal_batch import errors
-from signal_batch.specs import Execution
+from signal_batch.execution import Execution
 from tasks import export as export_tasks
 from tasks import fanout, policy, validation
 from tasks import inputs as input_tasks

@@ -15,7 +15,7 @@ from prefect.utilities.callables import parameter_schema
 
 from flows.train_model import train_model
 from signal_batch.errors import OutputConflictError, SignalBatchError, SpecError
-from signal_batch.specs import checked
+from signal_batch.frozen import checked
 from signal_batch.training_runner import train
 from signal_batch.training_spec import TrainExecution, TrainSpec
 

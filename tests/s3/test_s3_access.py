@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 import signal_batch
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.frozen import checked
+from signal_batch.specs import ExportSpec
 from signal_batch.store import OutputStore
 from signal_batch.training_runner import train
 from signal_batch.training_spec import TrainSpec

@@ -27,9 +27,10 @@ from signal_batch.errors import (
     OutputConflictError,
     OutputError,
 )
+from signal_batch.frozen import checked
 from signal_batch.job import ExportJob, claim, commit, progress_of
 from signal_batch.planning import prepare
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.store import OutputStore, Receipt
 from signal_batch.synth import synthesize
 from signal_batch.worker import work

@@ -28,7 +28,7 @@ import pytest
 import signal_dataset as sds
 
 from signal_batch.errors import StorageError
-from signal_batch.specs import checked
+from signal_batch.frozen import checked
 from signal_batch.store import OutputStore
 from signal_batch.training_runner import train
 from signal_batch.training_spec import TrainSpec

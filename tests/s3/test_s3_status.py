@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from signal_batch.cli import main
+from signal_batch.frozen import checked
 from signal_batch.job import claim, commit, progress_of
 from signal_batch.planning import prepare
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.status import read_status
 from signal_batch.worker import work
 

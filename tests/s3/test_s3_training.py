@@ -17,8 +17,8 @@ import signal_dataset as sds
 from safetensors.numpy import load
 
 from signal_batch.cli import main
+from signal_batch.frozen import checked
 from signal_batch.models import evaluate, read_model
-from signal_batch.specs import checked
 from signal_batch.synth import synthesize
 from signal_batch.training_runner import train
 from signal_batch.training_spec import TrainSpec

@@ -24,11 +24,12 @@ from urllib.parse import urlparse
 import numpy as np
 import pytest
 
+from signal_batch.columns import Column
 from signal_batch.pins import pin_dataset
 from signal_batch.reading import RecordReader
 from signal_batch.runner import export
 from signal_batch.source import BatchFetcher
-from signal_batch.specs import Column, ExportSpec
+from signal_batch.specs import ExportSpec
 from signal_batch.staging import SharedShardCache
 from signal_batch.synth import synthesize
 
@@ -45,7 +46,7 @@ import numpy as np, signal_dataset as sds
 from signal_dataset.storage import object_store_for
 from signal_batch.reading import RecordReader
 from signal_batch.shards import MemoObjectStore, PooledShardStore
-from signal_batch.specs import Column
+from signal_batch.columns import Column
 from signal_batch.staging import SharedShardCache
 
 uri, capacity, rounds, seed = sys.argv[1], *map(int, sys.argv[2:])

@@ -20,7 +20,7 @@ from safetensors.numpy import load
 
 import signal_batch  # noqa: F401  (sets Grain up)
 from signal_batch._grain import grain
-from signal_batch.specs import checked
+from signal_batch.frozen import checked
 from signal_batch.training_runner import train
 from signal_batch.training_spec import TrainSpec
 

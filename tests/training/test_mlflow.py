@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from signal_batch.errors import OutputError
-from signal_batch.specs import checked
+from signal_batch.frozen import checked
 from signal_batch.training_runner import train
 from signal_batch.training_spec import TrainSpec
 

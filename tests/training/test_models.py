@@ -17,11 +17,12 @@ from scipy.special import expit
 
 from signal_batch.errors import DamagedOutputError, InputError, SpecError
 from signal_batch.export import array_columns
+from signal_batch.frozen import checked
 from signal_batch.models import evaluate, prediction_fields, read_model
 from signal_batch.pins import pin_dataset
 from signal_batch.runner import export
 from signal_batch.source import BatchFetcher
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.specs import ExportSpec
 from signal_batch.training_runner import train
 from signal_batch.training_spec import TrainSpec
 

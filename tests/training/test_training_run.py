@@ -23,8 +23,8 @@ from signal_batch.errors import (
     SignalBatchError,
     SpecError,
 )
+from signal_batch.frozen import checked
 from signal_batch.models import evaluate, prediction_fields, read_model
-from signal_batch.specs import checked
 from signal_batch.tracing import records_of, steps_of
 from signal_batch.training_job import read_training
 from signal_batch.training_runner import train

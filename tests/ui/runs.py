@@ -13,7 +13,8 @@ from flows.export_features import export_features
 from flows.train_model import train_model
 from flows.validate_dataset import validate_dataset
 from signal_batch import plan
-from signal_batch.specs import ExportSpec, checked
+from signal_batch.frozen import checked
+from signal_batch.specs import ExportSpec
 from signal_batch.training_spec import TrainSpec
 
 LABEL = "label=annotation:truth-v1/label:int32"
