@@ -71,8 +71,13 @@ def broken(batch):
 
 
 def _disturb(ordinals):
-    with (Path(os.environ["TEST_WORKERS"]) / str(os.getpid())).open("a") as log:
-        log.write(f"{ordinals[0]}\\n")
+    log = Path(os.environ["TEST_WORKERS"]) / str(os.getpid())
+    with log.open("a") as lines:
+        lines.write(f"{ordinals[0]}\\n")
+    while "TEST_GATED" in os.environ and len(log.read_text().split()) == 3:
+        if log.with_name("open").exists():
+            break
+        time.sleep(0.02)
     first = int(ordinals[0])
     if first < int(os.environ.get("TEST_PAUSE_BELOW", "1000")):
         time.sleep(float(os.environ.get("TEST_PAUSE_S", "0")))
@@ -120,6 +125,10 @@ class Workers:
     @property
     def killed_at_ns(self) -> int:
         return (self._folder / "killed").stat().st_mtime_ns
+
+    def open_gate(self) -> None:
+        """Let those go on that wait before their third batch because of `TEST_GATED`."""
+        (self._folder / "open").touch()
 
     def forget(self) -> None:
         for path in self._folder.iterdir():

@@ -102,13 +102,13 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def slow(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every batch takes half a second, in whatever a test starts from here on."""
-    monkeypatch.setenv("TEST_PAUSE_S", "0.5")
+def gated(workers: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every worker program waits with its first part done, until the test opens the gate."""
+    monkeypatch.setenv("TEST_GATED", "1")
 
 
 @pytest.fixture
-def dask_address(cluster: Cluster, slow: None, tmp_path: Path) -> str:
+def dask_address(cluster: Cluster, gated: None, tmp_path: Path) -> str:
     """A Dask scheduler with two workers, which can use the helper features."""
     pytest.importorskip("distributed", reason="distributed is not installed (extra dask)")
     address = f"tcp://127.0.0.1:{free_port()}"
@@ -122,7 +122,7 @@ def dask_address(cluster: Cluster, slow: None, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def work_pool(api: Any, cluster: Cluster, slow: None) -> str:
+def work_pool(api: Any, cluster: Cluster, gated: None) -> str:
     """The deployments of an export on a work pool that two Prefect workers poll."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.actions import WorkPoolCreate
@@ -143,7 +143,7 @@ def work_pool(api: Any, cluster: Cluster, slow: None) -> str:
 
 
 @pytest.fixture
-def runner(request: pytest.FixtureRequest, slow: None) -> str:
+def runner(request: pytest.FixtureRequest, gated: None) -> str:
     """What `--runner` takes, for the engine that a test is about."""
     if request.param == "dask":
         return f"dask:{request.getfixturevalue('dask_address')}"
@@ -162,14 +162,12 @@ def test_a_killed_machine_costs_only_what_it_was_writing(
     workers: Any,
     tmp_path: Path,
     wait_until: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Kill what started a worker program: a Dask worker, a Ray worker, a flow run's process."""
     plain = make_spec(output=str(tmp_path / "plain"))
-    monkeypatch.setenv("TEST_PAUSE_S", "0")
+    workers.open_gate()
     export(plain)
     workers.forget()
-    monkeypatch.setenv("TEST_PAUSE_S", "0.5")
 
     out = tmp_path / "out"
     process = start(*arguments, "--runner", runner)
@@ -179,6 +177,7 @@ def test_a_killed_machine_costs_only_what_it_was_writing(
         os.kill(parent_of(victim), signal.SIGKILL)
         finished = done_parts(out)
         wait_until(lambda: victim not in workers.alive, 5)
+        workers.open_gate()
         stdout, stderr = process.communicate(timeout=120)
     finally:
         process.kill()
@@ -216,6 +215,7 @@ def test_a_stopped_run_ends_its_workers_everywhere_and_is_finished_by_the_same_c
     finished = done_parts(out)
     assert 1 <= len(finished) < 6
     workers.forget()
+    workers.open_gate()
     again = start(*arguments, "--runner", runner)
     stdout, stderr = again.communicate(timeout=120)
     assert (again.returncode, stderr) == (0, ""), stdout
@@ -269,6 +269,7 @@ def test_cancelling_in_the_ui_ends_parent_and_children_and_the_next_run_resumes(
     finished = done_parts(out)
     assert 1 <= len(finished) < 6
     workers.forget()
+    workers.open_gate()
     again = api.post(f"/deployments/{deployment}/create_flow_run", body)
     wait_until(lambda: state_of(again) == "COMPLETED", 120)
     assert verify(str(out)).ok
@@ -305,11 +306,13 @@ def test_a_limit_on_the_server_holds_back_the_shards_of_all_runs(
 def test_failures_are_told_apart_from_successes(
     api: Any,
     work_pool: str,
+    workers: Any,
     start: Callable[..., Any],
     write_dataset: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
     """Two damaged records in four flow runs: those two fail, and the message has both."""
+    workers.open_gate()
     root = tmp_path / "damaged.sds"
     uncompressed = sds.StorageOptions(writer_options="group_size:1,uncompressed")
     write_dataset(root, 200, per_shard=50, options=uncompressed)
@@ -379,6 +382,7 @@ def test_a_machine_that_dies_without_a_word_is_noticed(
         finished = done_parts(out)
         wait_until(lambda: not workers.alive, 5)
         workers.forget()
+        workers.open_gate()
         cluster.start(*WORKER, "--name", "three", PREFECT_API_URL=api.url)
         run.result(timeout=200)
     assert verify(str(out)).ok
