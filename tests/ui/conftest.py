@@ -136,7 +136,7 @@ class Stories:
             assert process.wait(120) == 0, (self.folder / "runs.log").read_text()[-3000:]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def stories(
     tmp_path_factory: pytest.TempPathFactory, write_dataset: Callable[..., Path]
 ) -> Iterator[Stories]:
@@ -181,7 +181,7 @@ def _write_damaged(root: Path, write_dataset: Callable[..., Path]) -> None:
         path.write_bytes(whole)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def page() -> Iterator[Any]:
     """A page of a headless browser."""
     try:
