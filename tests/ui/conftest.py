@@ -181,7 +181,7 @@ def _write_damaged(root: Path, write_dataset: Callable[..., Path]) -> None:
         path.write_bytes(whole)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def page() -> Iterator[Any]:
     """A page of a headless browser."""
     try:
